@@ -1,0 +1,288 @@
+"""Configuration: one pydantic model, the same in YAML, JSON, a dict and a framework's own config file."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from ep_hooks.domains import REPLICATE, SHARD, Domain, Placement, partial
+from ep_hooks.errors import ConfigError, DomainError
+from ep_hooks.modes import Mode, resolve_mode
+from ep_hooks.table import Rule
+from ep_hooks.topology import Axis, Topology
+
+__all__ = [
+    "ClipConfig",
+    "DomainRule",
+    "EPHooksConfig",
+    "LogConfig",
+    "NonFiniteConfig",
+    "SyncConfig",
+    "ThresholdConfig",
+    "load_config",
+]
+
+
+def _positive(value: float) -> float:
+    if math.isnan(value) or value < 0:
+        raise ValueError("must be a number >= 0")
+    return value
+
+
+def _norm_type(value: float) -> float:
+    if math.isnan(value) or value < 1:
+        raise ValueError("must be a number >= 1 or inf")
+    return value
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class PartialSpec(_Model):
+    """A pending reduction along one axis, written ``{partial: sum, divisor: 2}``."""
+
+    partial: Literal["sum", "avg"] = Field(description="operator of the reduction that is still to be run")
+    divisor: float = Field(1.0, gt=0, description="the SUM is divided by this after the operator")
+    at: tuple[int, ...] = Field((), description="coordinates on the axis that take part; all if empty")
+
+
+class TiedSpec(_Model):
+    """The same value on some coordinates of an axis only, written ``{replicate: true, at: [0, -1]}``."""
+
+    replicate: Literal[True]
+    at: tuple[int, ...] = Field((), description="coordinates on the axis that hold it; all if empty")
+
+
+PlacementSpec = Literal["shard", "replicate", "sum", "avg"] | PartialSpec | TiedSpec
+
+
+class DomainRule(_Model):
+    """Declares the reduction domain of every parameter whose logical name matches."""
+
+    match: str = Field(min_length=1, description="glob over the logical name, `*` crosses dots; case matters")
+    domain: str | dict[str, PlacementSpec] = Field(
+        description="dense, expert, ep_sum, or placements by axis such as {ep: shard, edp: avg}"
+    )
+    name: str | None = Field(None, description="label of the domain in logs; needed for placements by axis")
+    rest: Literal["shard", "replicate"] | None = Field(
+        None, description="placement along axes that are not listed; without it they must be listed (fail closed)"
+    )
+    id: str | None = Field(None, description="logical id shared by tied parameters that have different names")
+
+    @model_validator(mode="after")
+    def _resolvable(self) -> DomainRule:
+        try:
+            self.to_rule()
+        except DomainError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    def to_rule(self) -> Rule:
+        """The rule for the classifier."""
+        if isinstance(self.domain, str):
+            named = Domain.named(self.domain)
+            domain = Domain(self.name or named.name, named.placements, named.rest)
+        else:
+            placements: dict[str | Axis, Placement] = {axis: _placement(spec) for axis, spec in self.domain.items()}
+            rest = {"shard": SHARD, "replicate": REPLICATE, None: None}[self.rest]
+            domain = Domain(self.name or _label(self.domain), placements, rest)
+        return Rule(self.match, domain, self.id)
+
+
+class ClipConfig(_Model):
+    """When and how gradients are clipped."""
+
+    max_norm: Annotated[float, AfterValidator(_positive)] | None = Field(
+        None, description="clip before every optimizer step of an attached optimizer; null: the caller or host clips"
+    )
+    norm_type: Annotated[float, AfterValidator(_norm_type)] = Field(2.0, description="p >= 1, or .inf")
+    replace: Literal["auto", "always", "never"] = Field(
+        "auto", description="replace the host's norm: only where it is not known to be right, always, or never"
+    )
+
+
+class NonFiniteConfig(_Model):
+    """What happens when a gradient holds NaN or inf; the decision is the same on every rank."""
+
+    action: Literal["framework", "skip", "zero", "raise"] = Field(
+        "framework",
+        description="leave it to the framework (its scaler is told), skip the optimizer step, zero all gradients, or "
+        "raise; the last three read one number from the device per step",
+    )
+
+
+class ThresholdConfig(_Model):
+    """What happens when the norm exceeds a threshold."""
+
+    norm: Annotated[float, AfterValidator(_positive)] | None = Field(None, description="null: no threshold")
+    action: Literal["warn", "skip", "zero", "raise"] = Field("warn", description="what to do above it")
+
+
+class SyncConfig(_Model):
+    """Pending reductions."""
+
+    bucket_mb: float = Field(25.0, gt=0, description="size of one bucket in MiB of float32")
+    already_reduced: Literal["raise", "warn", "off"] = Field(
+        "raise", description="inputs of a pending SUM that are equal on all ranks and not zero"
+    )
+    broadcast: bool = Field(
+        True, description="at set-up, make the replicas of parameters with pending reductions equal"
+    )
+
+
+class LogConfig(_Model):
+    """What is logged through the host's own logger."""
+
+    every: int = Field(1, ge=1, description="steps between two logs; reading a norm waits for the device")
+
+
+def _axes(value: Any) -> Any:
+    """A flat mapping is one factorisation: {ep: 4} becomes {ranks: {ep: 4}}."""
+    if isinstance(value, Mapping) and value and all(isinstance(size, int) for size in value.values()):
+        return {"ranks": dict(value)}
+    return value
+
+
+class EPHooksConfig(_Model):
+    """Configuration of ep_hooks.
+
+    Unknown keys are errors. The same schema is used in YAML, JSON, a dict and a framework's config file.
+    """
+
+    mode: Mode | None = Field(None, description="observe, repair, enforce or off; EP_HOOKS in the environment wins")
+    axes: Annotated[dict[str, dict[str, int]], BeforeValidator(_axes)] = Field(
+        default_factory=dict,
+        description="sizes of the axes where no device mesh says so, last axis fastest: {edp: 2, ep: 4}, or by "
+        "factorisation {dense: {dp: 8}, expert: {edp: 2, ep: 4}}; one size may be -1",
+    )
+    ranks: tuple[int, ...] | None = Field(None, description="the ranks that take part; all ranks if not given")
+    domains: tuple[DomainRule, ...] = Field((), description="declared reduction domains")
+    expert_containers: tuple[str, ...] = Field(
+        (),
+        description="globs over `module.ClassName` of expert modules; undeclared parameters in them raise",
+    )
+    undeclared: Literal["assume", "raise"] = Field(
+        "assume",
+        description="plain parameters of an attached model about which nothing is known: assume that they are "
+        "replicated (measured at the first step whose gradients are not zero), or raise",
+    )
+    clip: ClipConfig = Field(default_factory=ClipConfig, description="norm and clip")
+    nonfinite: NonFiniteConfig = Field(default_factory=NonFiniteConfig, description="NaN and inf")
+    threshold: ThresholdConfig = Field(default_factory=ThresholdConfig, description="norm threshold")
+    sync: SyncConfig = Field(default_factory=SyncConfig, description="pending reductions")
+    log: LogConfig = Field(default_factory=LogConfig, description="logging")
+    allow_untested_host: bool = Field(
+        False, description="enforce on a host version outside the tested range instead of falling back to observe"
+    )
+
+    def rules(self) -> tuple[Rule, ...]:
+        """The declared domains as rules of the classifier."""
+        return tuple(rule.to_rule() for rule in self.domains)
+
+    def resolved_mode(self, argument: str | None = None) -> Mode:
+        """Environment over this config over ``argument``."""
+        return resolve_mode(self.mode, argument)
+
+    def topology(self, ranks: tuple[int, ...]) -> Topology | None:
+        """Topology from ``axes`` over ``ranks``; ``None`` if no axes are given.
+
+        Raises:
+            ConfigError: the sizes do not multiply to the number of ranks.
+        """
+        if not self.axes:
+            return None
+        factorisations = {}
+        for name, sizes in self.axes.items():
+            known = math.prod(size for size in sizes.values() if size != -1)
+            free = [axis for axis, size in sizes.items() if size == -1]
+            filled = {axis: (len(ranks) // known if size == -1 and known else size) for axis, size in sizes.items()}
+            if len(free) > 1 or any(size < 1 for size in filled.values()) or math.prod(filled.values()) != len(ranks):
+                raise ConfigError(
+                    f"axes: {dict(sizes)} does not number the {len(ranks)} ranks. Name every axis, the last one varying "
+                    "fastest; one size may be -1, for example {edp: -1, ep: 2}"
+                )
+            factorisations[name] = filled
+        return Topology.grid(factorisations, ranks=ranks)
+
+    def digest(self) -> str:
+        """Short hash that is equal on ranks with the same configuration."""
+        return hashlib.blake2b(self.model_dump_json().encode(), digest_size=8).hexdigest()
+
+
+def load_config(source: str | Path | Mapping[str, Any] | EPHooksConfig | None = None) -> EPHooksConfig:
+    """Configuration from a YAML or JSON file, a mapping, a ready object, or the defaults for ``None``.
+
+    Raises:
+        ConfigError: the file cannot be read or a value is wrong; names every wrong key with its place and, for an
+            unknown key, the nearest known one.
+    """
+    if source is None:
+        return EPHooksConfig()
+    if isinstance(source, EPHooksConfig):
+        return source
+    origin = "config"
+    if isinstance(source, str | Path):
+        origin = str(source)
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+            data = json.loads(text) if origin.endswith(".json") else yaml.safe_load(text)
+        except OSError as error:
+            raise ConfigError(f"cannot read the config file {origin!r}: {error.strerror or error}") from None
+        except (yaml.YAMLError, ValueError) as error:
+            raise ConfigError(f"{origin} is no valid YAML or JSON: {error}") from None
+    else:
+        data = source
+    if data is None:
+        data = {}
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{origin} must hold a mapping of keys, got {type(data).__name__}")
+    try:
+        return EPHooksConfig.model_validate(dict(data))
+    except ValidationError as error:
+        lines = [_explain(item) for item in error.errors(include_url=False)]
+        raise ConfigError(f"{origin}: {len(lines)} error(s):\n" + "\n".join(f"  {line}" for line in lines)) from None
+
+
+def _explain(item: Mapping[str, Any]) -> str:
+    place = ".".join(str(part) for part in item["loc"])
+    if item["type"] != "extra_forbidden":
+        return f"{place or 'config'}: {item['msg'].removeprefix('Value error, ')} (got {item['input']!r:.200})"
+    model: type[BaseModel] = EPHooksConfig
+    for part in item["loc"][:-1]:
+        if isinstance(part, str) and part in model.model_fields:
+            inner = model.model_fields[part].annotation
+            model = DomainRule if part == "domains" else inner if isinstance(inner, type) else model
+    near = difflib.get_close_matches(str(item["loc"][-1]), model.model_fields, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(model.model_fields)}"
+    return f"{place}: unknown key{hint}"
+
+
+def _placement(spec: PlacementSpec) -> Placement:
+    match spec:
+        case "shard":
+            return SHARD
+        case "replicate":
+            return REPLICATE
+        case PartialSpec():
+            return partial(spec.partial, spec.divisor, spec.at)
+        case TiedSpec():
+            return Placement(REPLICATE.kind, at=spec.at)
+        case _:
+            return partial(spec)
+
+
+def _label(placements: Mapping[str, PlacementSpec]) -> str:
+    words = []
+    for axis, spec in placements.items():
+        kind = spec if isinstance(spec, str) else spec.partial if isinstance(spec, PartialSpec) else "replicate"
+        words.append(f"{axis}-{kind}")
+    return "_".join(words) or "dense"

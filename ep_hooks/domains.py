@@ -1,0 +1,280 @@
+"""Reduction domains: which ranks hold the same gradient, and which reductions are still to be run.
+
+The words are DTensor's. Along one axis a gradient is ``Shard`` (disjoint pieces: add), ``Replicate`` (the same
+value: count once) or ``Partial`` (still to be reduced, with an operator and a divisor). "Replicated" alone is no
+domain: no synchronisation, SUM over TP, AVG over DP and SUM over EP are four different needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+
+from ep_hooks.errors import DomainError
+from ep_hooks.topology import Axis, Groups, Topology
+
+__all__ = [
+    "REPLICATE",
+    "SHARD",
+    "STAGE_AXES",
+    "Domain",
+    "Evidence",
+    "EvidenceKind",
+    "PendingReduction",
+    "Placement",
+    "PlacementKind",
+    "ResolvedDomain",
+    "partial",
+]
+
+STAGE_AXES = ("pp",)
+"""Axes whose ranks hold different parameters: a parameter is pinned to one coordinate unless a rule ties it."""
+
+_EXPLICIT_AXES = ("tp", "etp")
+"""Axes along which a named domain says nothing: whether an expert weight is cut there depends on the layer."""
+
+
+class PlacementKind(StrEnum):
+    """How a gradient relates to its siblings along one axis."""
+
+    SHARD = "shard"
+    REPLICATE = "replicate"
+    PARTIAL = "partial"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Placement along one axis.
+
+    Attributes:
+        kind: shard, replicate or partial.
+        op: for partial: ``"sum"`` or ``"avg"`` (SUM divided by the group size).
+        divisor: for partial: the SUM is divided by this number (after ``op``), for frameworks that pre-scale.
+        at: coordinates along the axis that take part (negative from the end); all if empty. A tied embedding
+            lives on the first and the last pipeline stage only: ``at=(0, -1)``.
+    """
+
+    kind: PlacementKind
+    op: str = "sum"
+    divisor: float = 1.0
+    at: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.op not in ("sum", "avg"):
+            raise DomainError(f"a pending reduction is 'sum' or 'avg', got {self.op!r}")
+        if not self.divisor > 0:
+            raise DomainError(f"the divisor of a pending reduction must be > 0, got {self.divisor}")
+
+    def restricted(self, axis: Axis) -> Axis:
+        """``axis`` with only the coordinates in ``at``."""
+        if not self.at:
+            return axis
+        groups = []
+        for group in axis.groups:
+            if any(not -len(group) <= i < len(group) for i in self.at):
+                raise DomainError(f"coordinates {list(self.at)} do not exist on axis {axis.name!r} of {len(group)}")
+            groups.append(tuple(dict.fromkeys(group[i] for i in self.at)))
+        return Axis(axis.name, tuple(groups))
+
+
+SHARD = Placement(PlacementKind.SHARD)
+REPLICATE = Placement(PlacementKind.REPLICATE)
+
+
+def partial(op: str = "sum", divisor: float = 1.0, at: Sequence[int] = ()) -> Placement:
+    """A pending reduction: SUM or AVG over the axis, then division by ``divisor``."""
+    return Placement(PlacementKind.PARTIAL, op, divisor, tuple(at))
+
+
+@dataclass(frozen=True)
+class PendingReduction:
+    """One reduction that must run before anybody reads the gradient.
+
+    Attributes:
+        ranks: the group, in coordinate order.
+        divisor: the SUM is divided by this (group size for AVG).
+        axis: the axis it runs over, for messages.
+    """
+
+    ranks: tuple[int, ...]
+    divisor: float
+    axis: str
+
+
+@dataclass(frozen=True)
+class ResolvedDomain:
+    """A domain seen from one rank.
+
+    Attributes:
+        name: label under which the norm is reported.
+        replicas: ranks that hold the same piece once pending reductions have run, ascending. The holder set
+            identifies the piece: two pieces of one parameter have disjoint holder sets.
+        reductions: pending reductions in the order in which they run.
+        text: the placements in words, for tables and messages.
+    """
+
+    name: str
+    replicas: tuple[int, ...]
+    reductions: tuple[PendingReduction, ...] = ()
+    text: str = ""
+
+
+class EvidenceKind(IntEnum):
+    """Where a domain came from; a larger value is stronger."""
+
+    ASSUMED = 0
+    STRUCTURE = 1
+    ATTRIBUTE = 2
+    PLACEMENT = 3
+    DECLARED = 4
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One statement about a parameter's domain: what kind, from where, and what it says."""
+
+    kind: EvidenceKind
+    source: str
+    domain: Domain
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Placements along named axes, independent of any rank.
+
+    Attributes:
+        name: label for logs; parameters of one label share one norm in the report.
+        placements: axis name, or an explicit :class:`Axis`, -> placement. Order matters for pending
+            reductions: they run in the order given.
+        rest: placement along the axes that are not listed. ``None``: a listed axis must cover them, else the
+            domain cannot be resolved (fail closed).
+    """
+
+    name: str
+    placements: Mapping[str | Axis, Placement] = field(default_factory=dict)
+    rest: Placement | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name or not all(c.isalnum() or c in "_-." for c in self.name):
+            raise DomainError(f"a domain's name may hold letters, digits, '_', '-' and '.', got {self.name!r}")
+        if self.rest is not None and self.rest.kind is PlacementKind.PARTIAL:
+            raise DomainError(f"domain {self.name!r}: a pending reduction needs a named axis, it cannot be `rest`")
+
+    @classmethod
+    def replicated(cls, name: str = "dense") -> Domain:
+        """The same gradient on all ranks (of a pipeline stage): counted once, nothing pending."""
+        return cls(name, {}, REPLICATE)
+
+    @classmethod
+    def expert(cls, axis: str = "ep", name: str = "expert") -> Domain:
+        """Distinct along ``axis``, replicated along the other data axes."""
+        return cls(name, {axis: SHARD}, REPLICATE)
+
+    @classmethod
+    def ep_sum(cls, axis: str = "ep", name: str = "ep_sum") -> Domain:
+        """A factor shared by all experts: its gradient is to be summed over ``axis``, then it is replicated."""
+        return cls(name, {axis: partial("sum")}, REPLICATE)
+
+    @classmethod
+    def of_replicas(cls, name: str, replicas: Groups, pending: Sequence[tuple[Axis, Placement]] = ()) -> Domain:
+        """A domain given by its holder sets alone: each group of ``replicas`` holds one piece."""
+        holders: dict[str | Axis, Placement] = {Axis("holders", tuple(map(tuple, replicas))): REPLICATE}
+        return cls(name, {**holders, **dict(pending)})
+
+    @classmethod
+    def named(cls, name: str) -> Domain:
+        """The built-in domain called ``dense`` / ``replicated``, ``expert`` or ``ep_sum``."""
+        if name in ("dense", "replicated"):
+            return cls.replicated()
+        if name == "expert":
+            return cls.expert()
+        if name == "ep_sum":
+            return cls.ep_sum()
+        raise DomainError(f"no domain {name!r}; built in are dense, replicated, expert and ep_sum, or give placements")
+
+    def merged(self, placed: Mapping[str, Placement], source: str) -> Domain:
+        """This domain completed by ``placed``, what a device mesh says of the axes it names.
+
+        Raises:
+            DomainError: both name an axis and disagree about it.
+        """
+        placements: dict[str | Axis, Placement] = dict(self.placements)
+        for axis, seen in placed.items():
+            said = self.placements.get(axis)
+            if said is None:
+                placements[axis] = seen
+            elif said.kind is not seen.kind and PlacementKind.PARTIAL not in (said.kind, seen.kind):
+                raise DomainError(
+                    f"domain {self.name!r} says {said.kind.value} along axis {axis!r}, "
+                    f"but {source} says {seen.kind.value}"
+                )
+        return Domain(self.name, placements, self.rest)
+
+    def resolve(self, topology: Topology, rank: int) -> ResolvedDomain:
+        """The domain seen from ``rank``: its replicas and its pending reductions. Runs no collective.
+
+        Raises:
+            TopologyError: an axis that the topology does not have.
+            DomainError: an axis with several ranks about which the domain says nothing.
+        """
+        listed = [
+            (topology.axis(key) if isinstance(key, str) else key, placement)
+            for key, placement in self.placements.items()
+        ]
+        explicit = any(not isinstance(key, str) for key in self.placements)
+        factorisation = self._factorisation(topology)
+        if not explicit:
+            listed += self._rest(factorisation, [axis for axis, _ in listed], topology, rank)
+        sharing = [p.restricted(axis) for axis, p in listed if p.kind is not PlacementKind.SHARD]
+        reductions = []
+        for axis, placement in listed:
+            group = placement.restricted(axis).group_of(rank)
+            if placement.kind is PlacementKind.PARTIAL and len(group) > 1:
+                divisor = placement.divisor * (len(group) if placement.op == "avg" else 1)
+                reductions.append(PendingReduction(group, divisor, axis.name))
+        return ResolvedDomain(self.name, topology.closure(rank, sharing), tuple(reductions), _text(listed, rank))
+
+    def _factorisation(self, topology: Topology) -> tuple[Axis, ...]:
+        """The first factorisation that holds all named axes; with no name, the first that has stages."""
+        names = {key for key in self.placements if isinstance(key, str)}
+        candidates = list(topology.factorisations.values())
+        for axes in candidates:
+            if names and names <= {axis.name for axis in axes}:
+                return axes
+        if not names:
+            staged = [axes for axes in candidates if any(axis.name in STAGE_AXES for axis in axes)]
+            return (staged or candidates or [(Axis("ranks", (topology.ranks,)),)])[0]
+        return (Axis("ranks", (topology.ranks,)),)
+
+    def _rest(
+        self, factorisation: Sequence[Axis], listed: list[Axis], topology: Topology, rank: int
+    ) -> list[tuple[Axis, Placement]]:
+        """Placements of the axes that are not listed and that the listed axes do not span."""
+        rest: list[tuple[Axis, Placement]] = []
+        missing = []
+        for axis in factorisation:
+            covered = topology.closure(rank, listed + [a for a, _ in rest])
+            if set(axis.group_of(rank)) <= set(covered):
+                continue
+            if axis.name in STAGE_AXES:
+                rest.append((axis, SHARD))
+            elif self.rest is None or (axis.name in _EXPLICIT_AXES and self.placements):
+                missing.append(axis)
+            else:
+                rest.append((axis, self.rest))
+        if missing:
+            raise DomainError(
+                f"domain {self.name!r} says nothing about "
+                + ", ".join(f"axis {axis.name!r} ({axis.size(rank)} ranks)" for axis in missing)
+            )
+        return rest
+
+
+def _text(listed: Sequence[tuple[Axis, Placement]], rank: int) -> str:
+    words = []
+    for axis, placement in listed:
+        if axis.size(rank) > 1:
+            op = f"({placement.op})" if placement.kind is PlacementKind.PARTIAL else ""
+            words.append(f"{axis.name}:{placement.kind.value}{op}")
+    return " ".join(words) or "local"

@@ -1,0 +1,91 @@
+"""Process groups by rank set: reuse the framework's, create the missing ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ep_hooks.errors import TopologyError
+
+__all__ = ["ProcessGroups", "distributed_rank", "is_distributed", "packed_dtype"]
+
+
+def is_distributed() -> bool:
+    """Whether a default process group of several ranks exists."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def distributed_rank() -> int:
+    """Global rank of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+class ProcessGroups:
+    """Process groups keyed by their ranks.
+
+    Groups are reused where one with the same ranks is known. Others are created with local synchronisation: only
+    their members take part, in the total order of the schedule, so that a job with ranks that never call works.
+    """
+
+    def __init__(self, known: Iterable[ProcessGroup] = ()) -> None:
+        self._groups: dict[frozenset[int], ProcessGroup] = {}
+        self._created: list[ProcessGroup] = []
+        if dist.is_available() and dist.is_initialized():
+            self.add(dist.group.WORLD)
+        for group in known:
+            self.add(group)
+
+    def add(self, group: ProcessGroup | None) -> None:
+        """Make a framework's group available for reuse."""
+        if isinstance(group, ProcessGroup):  # ranks outside a group hold a placeholder
+            self._groups.setdefault(frozenset(dist.get_process_group_ranks(group)), group)
+
+    def get(self, ranks: Sequence[int]) -> ProcessGroup:
+        """The group of ``ranks``; created on first use (a collective among its members only)."""
+        key = frozenset(ranks)
+        if key not in self._groups:
+            if not dist.is_initialized():
+                raise TopologyError(f"a collective over ranks {sorted(key)} needs torch.distributed to be initialised")
+            group = dist.new_group(sorted(key), use_local_synchronization=True)
+            self._groups[key] = group
+            self._created.append(group)
+        return self._groups[key]
+
+    def device(self, ranks: Sequence[int], preferred: torch.device) -> torch.device:
+        """Where tensors for a collective over ``ranks`` must live: ``preferred`` if its backend serves it."""
+        types = [device.type for device in _devices(self.get(ranks))]
+        if preferred.type in types or not types:
+            return preferred
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if accelerator is not None and accelerator.type in types:
+            return torch.device(accelerator.type, torch.accelerator.current_device_index())
+        return torch.device(types[0])
+
+    def close(self) -> None:
+        """Destroy the groups created here; the framework's stay."""
+        for group in self._created:
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+        self._created.clear()
+        self._groups.clear()
+
+
+def packed_dtype(group: ProcessGroup | None, device: torch.device) -> torch.dtype:
+    """dtype of the packed norm result: float64 where the group's *backend* takes it, else float32.
+
+    HCCL on Ascend 910B refuses float64 and MPS has none. In float32 the sum of squares overflows at a norm of
+    1.8e19 and is rounded to 6e-8.
+    """
+    if device.type == "mps":
+        return torch.float32
+    if group is None:
+        return torch.float64
+    return torch.float32 if "hccl" in group._get_backend(device).name().lower() else torch.float64
+
+
+def _devices(group: Any) -> list[torch.device]:
+    return list(getattr(group, "_device_types", []) or [])
