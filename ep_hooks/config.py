@@ -207,8 +207,8 @@ class EPHooksConfig(_Model):
             filled = {axis: (len(ranks) // known if size == -1 and known else size) for axis, size in sizes.items()}
             if len(free) > 1 or any(size < 1 for size in filled.values()) or math.prod(filled.values()) != len(ranks):
                 raise ConfigError(
-                    f"axes: {dict(sizes)} does not number the {len(ranks)} ranks. Name every axis, the last one varying "
-                    "fastest; one size may be -1, for example {edp: -1, ep: 2}"
+                    f"axes: {dict(sizes)} does not number the {len(ranks)} ranks. Name every axis, the last one "
+                    "varying fastest; one size may be -1, for example {edp: -1, ep: 2}"
                 )
             factorisations[name] = filled
         return Topology.grid(factorisations, ranks=ranks)

@@ -1,0 +1,335 @@
+"""The functions that users call."""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, get_process_group_ranks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_  # bound early: an adapter may replace it
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ep_hooks import registry, report
+from ep_hooks.ad_hoc import session_for
+from ep_hooks.adapter import Adapter
+from ep_hooks.clip import check_max_norm
+from ep_hooks.config import EPHooksConfig, load_config
+from ep_hooks.domains import Domain, Evidence, EvidenceKind
+from ep_hooks.errors import ConfigError
+from ep_hooks.groups import distributed_rank, is_distributed
+from ep_hooks.modes import Mode, resolve_mode
+from ep_hooks.norm import Verdict, check_norm_type
+from ep_hooks.optimizer_hooks import OptimizerHooks, unwrap_optimizer
+from ep_hooks.scaler import unwatch_scalers, watch_scalers
+from ep_hooks.session import Session
+
+__all__ = ["Handle", "attach", "clip_grad_norm_", "explain", "total_norm"]
+
+logger = logging.getLogger("ep_hooks")
+
+_GLOBAL: Any = object()
+"""Default of ``group``: the rank set of the model or its meshes, as opposed to ``None``, this rank alone."""
+
+_ATTACHED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Parameter -> handle of the session it is attached to."""
+
+_HANDLES: weakref.WeakSet[Handle] = weakref.WeakSet()
+
+Parameters = nn.Module | Tensor | Iterable[Tensor]
+Meshes = DeviceMesh | Sequence[DeviceMesh] | None
+
+
+class Handle:
+    """What ``attach`` returns: a live session, and the way to take everything back.
+
+    Also a context manager that removes on exit.
+
+    Attributes:
+        session: the session; ``None`` if the mode is ``off``.
+        config: the configuration in force.
+    """
+
+    def __init__(self, session: Session | None, config: EPHooksConfig, hooks: OptimizerHooks | None) -> None:
+        self.session, self.config = session, config
+        self.hooks = hooks
+        if session is not None:
+            _HANDLES.add(self)
+            for entry in session.entries:
+                _ATTACHED[entry.parameter] = self
+
+    def clip(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Verdict:
+        """Run pending reductions, measure, apply the policies and clip. The verdict is before clipping.
+
+        Collectives: one per bucket of pending reductions, one for the norm, over the session's rank set.
+        """
+        verdict = self._live().clip(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        if self.hooks is not None:
+            self.hooks.clipped()
+        return verdict
+
+    def refresh(self) -> None:
+        """Classify again after parameters were added, frozen or replaced. Call it on all ranks."""
+        self._live().refresh()
+        for entry in self._live().entries:
+            _ATTACHED[entry.parameter] = self
+
+    def remove(self) -> None:
+        """Take all hooks off and restore every attribute that was set. Safe to call twice."""
+        if self.session is None:
+            return
+        for parameter in [p for p, handle in _ATTACHED.items() if handle is self]:
+            del _ATTACHED[parameter]
+        if self.hooks is not None:
+            self.hooks.remove()
+            unwatch_scalers(self.hooks)
+        _HANDLES.discard(self)
+        self.session.close()
+        self.session = None
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def _live(self) -> Session:
+        if self.session is None:
+            raise ConfigError("this ep_hooks handle is not active (removed, or the mode is off)")
+        return self.session
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    mesh: Meshes = None,
+    config: str | Path | Mapping[str, Any] | EPHooksConfig | None = None,
+    mode: str | None = None,
+) -> Handle:
+    """Classify the model's parameters, agree over the ranks, and hook the optimizers.
+
+    Call it on every rank of the run. For a model that will be wrapped in DistributedDataParallel call it before the
+    wrap, so that declared experts are kept out of the averaging; for FSDP2 call it after ``fully_shard``.
+
+    Args:
+        model: the module that holds the parameters.
+        optimizer: one or several optimizers over it. With ``clip.max_norm`` in the config they clip before each step;
+            pending reductions run before each step in any case.
+        mesh: device meshes whose axes domains may name, beside the meshes of the model's own DTensors.
+        config: file, mapping or object; see :class:`ep_hooks.EPHooksConfig`.
+        mode: ``observe``, ``repair`` or ``enforce`` where neither config nor environment says.
+
+    Returns:
+        A handle; ``handle.remove()`` restores everything.
+
+    Raises:
+        ConfigError, TopologyError, DomainError: wrong declarations; on all ranks together.
+        UndeclaredParameterError: parameters without evidence, with the lines that declare them.
+        AgreementError: ranks that should be equal differ; names the first difference.
+        TooLateError: DDP already averages a parameter that is declared otherwise.
+    """
+    loaded = load_config(config)
+    chosen = loaded.resolved_mode(mode)
+    if chosen is Mode.OFF:
+        report.announce_off()
+        return Handle(None, loaded, None)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"attach() takes a module, got {type(model).__name__}")
+    optimizers = _optimizers(optimizer)
+    default = Evidence(EvidenceKind.ASSUMED, "plain parameter, no wrapper", Domain.replicated())
+    adapter = _pytorch_adapter(
+        model,
+        loaded,
+        meshes=_meshes(mesh),
+        optimizers=optimizers,
+        default=default if loaded.undeclared == "assume" else None,
+    )
+    return attach_adapter(adapter, loaded, chosen, optimizers)
+
+
+def attach_adapter(adapter: Any, config: EPHooksConfig, mode: Mode, optimizers: Sequence[Optimizer]) -> Handle:
+    """Build a session over ``adapter``, announce it, and hook the optimizers. For adapters of frameworks."""
+    session = Session(adapter, config, mode)
+    report.announce(session)
+    hooks = OptimizerHooks(session, optimizers) if optimizers else None
+    if hooks is not None and mode in (Mode.REPAIR, Mode.ENFORCE):
+        watch_scalers(hooks)
+    return Handle(session, config, hooks)
+
+
+def clip_grad_norm_(
+    parameters: Parameters,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    mesh: Meshes = None,
+    assume: Literal["replicated"] | None = None,
+    group: ProcessGroup | None = _GLOBAL,
+) -> Tensor:
+    """Clip gradients by their global norm, each logical element counted once. In place of torch's function.
+
+    Args:
+        parameters: a module, an iterable (or generator) of parameters, or one parameter. DTensors on different meshes
+            and plain tensors may be mixed.
+        max_norm: gradients are scaled by ``min(1, max_norm / (norm + 1e-6))``; ``inf``: measure only.
+        norm_type: p >= 1 or ``inf``.
+        error_if_nonfinite: raise if the norm is NaN or inf, on all ranks.
+        foreach: accepted for compatibility; has no effect.
+        mesh: device meshes whose axes declared domains name.
+        assume: ``"replicated"``: take plain parameters without evidence as equal on all ranks. Measured at the first
+            step whose gradients are not zero.
+        group: the ranks that take part, where no mesh says so. ``None``: this rank alone, torch's meaning for plain
+            tensors.
+
+    Returns:
+        The norm before clipping: a 0-dim tensor, equal on all ranks; float32, or float64 if some gradient is.
+
+    Collectives: one all-reduce over the rank set (that of the attached model, else the union of the meshes' ranks,
+    else all ranks), and one per bucket of pending reductions. The first call with new parameters adds the agreement.
+
+    Raises:
+        UndeclaredParameterError: several ranks, and a plain parameter that nobody declared.
+        UnfinishedGradientError: FSDP2 or DDP still hold unreduced gradients.
+        NonFiniteGradientError: ``error_if_nonfinite``.
+        ValueError: ``max_norm`` negative or NaN, ``norm_type`` below 1 or NaN.
+    """
+    check_max_norm(max_norm), check_norm_type(norm_type)
+    if isinstance(parameters, Tensor | nn.Module):
+        given = list(parameters.parameters()) if isinstance(parameters, nn.Module) else [parameters]
+    else:
+        given = list(parameters)
+    handle = _handle_of(given)
+    if handle is None and not given and len(_HANDLES) == 1:
+        # A rank whose stage trains nothing must not go another way than the others.
+        handle = next(iter(_HANDLES))
+    mode = handle.session.mode if handle is not None and handle.session is not None else resolve_mode()
+    if mode is Mode.OFF:
+        return torch_clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
+    if handle is not None and handle.session is not None:
+        session, only = handle.session, _subset(handle.session, given)
+    else:
+        module = parameters if isinstance(parameters, nn.Module) else None
+        session, only = _ad_hoc_session(module, given, _meshes(mesh), assume, group, mode, float(norm_type)), None
+    if mode in (Mode.OBSERVE, Mode.REPAIR):
+        verdict = session.clip(math.inf, norm_type, only=only)
+        host = torch_clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
+        host = host.full_tensor() if isinstance(host, DTensor) else host
+        report.log_difference(host, verdict, max_norm)
+        return host
+    verdict = session.clip(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, only=only)
+    if handle is not None and handle.hooks is not None:
+        handle.hooks.clipped()
+    return verdict.norm
+
+
+def total_norm(
+    parameters: Parameters,
+    norm_type: float = 2.0,
+    *,
+    mesh: Meshes = None,
+    assume: Literal["replicated"] | None = None,
+    group: ProcessGroup | None = _GLOBAL,
+) -> Tensor:
+    """The global norm of the gradients, without clipping; arguments, result and errors as :func:`clip_grad_norm_`.
+
+    Pending reductions are run and written, since the norm is that of the reduced gradients.
+    """
+    return clip_grad_norm_(parameters, math.inf, norm_type, mesh=mesh, assume=assume, group=group)
+
+
+def explain(target: nn.Module | Handle, name: str) -> str:
+    """Why a parameter is counted the way it is: domain, evidence, holders, what this rank counts and reduces.
+
+    Args:
+        target: an attached model or its handle.
+        name: a logical name, or a glob over logical names.
+
+    Raises:
+        ConfigError: the model is not attached, or nothing has that name.
+    """
+    handle = target if isinstance(target, Handle) else _handle_of(list(target.parameters()))
+    if handle is None or handle.session is None:
+        raise ConfigError("explain() needs an attached model: call ep_hooks.attach(model) first")
+    return report.explain(handle.session, name)
+
+
+def handle_of(parameters: Iterable[Tensor]) -> Handle | None:
+    """The handle to which these parameters are attached, if any."""
+    return _handle_of(list(parameters))
+
+
+def _handle_of(parameters: Sequence[Tensor]) -> Handle | None:
+    for parameter in parameters:
+        handle: Handle | None = _ATTACHED.get(parameter)
+        if handle is not None:
+            return handle
+    return None
+
+
+def _subset(session: Session, given: Sequence[Tensor]) -> frozenset[int] | None:
+    """Indices of the entries among ``given``; ``None`` if they are all of them."""
+    ids = {id(parameter) for parameter in given}
+    chosen = frozenset(i for i, entry in enumerate(session.entries) if id(entry.parameter) in ids)
+    return None if len(chosen) == len(session.entries) else chosen
+
+
+def _pytorch_adapter(parameters: nn.Module | Sequence[Tensor], config: EPHooksConfig, **options: Any) -> Adapter:
+    """The adapter for gradients in ``parameter.grad``, from the registry: the core imports no adapter."""
+    make = registry.adapter("fsdp2").make_adapter
+    assert make is not None
+    return make(parameters, config, **options)
+
+
+def _ad_hoc_session(
+    module: nn.Module | None,
+    given: Sequence[Tensor],
+    meshes: tuple[DeviceMesh, ...],
+    assume: str | None,
+    group: ProcessGroup | None,
+    mode: Mode,
+    norm_type: float,
+) -> Session:
+    if assume not in (None, "replicated"):
+        raise ConfigError(f"assume must be 'replicated' or None, got {assume!r}")
+    ranks = _ranks(group)
+    if ranks is not None and len(ranks) == 1:
+        default: Evidence | None = Evidence(EvidenceKind.ATTRIBUTE, "this rank alone", Domain.replicated())
+    else:
+        default = Evidence(EvidenceKind.ASSUMED, "assume='replicated'", Domain.replicated()) if assume else None
+    # Weights are the caller's business here: nothing was attached.
+    config = load_config({"ranks": ranks, "sync": {"broadcast": False}})
+    adapter = _pytorch_adapter(module if module is not None else list(given), config, meshes=meshes, default=default)
+    return session_for((module is not None, ranks, assume, meshes), given, adapter, config, mode, norm_type)
+
+
+def _ranks(group: ProcessGroup | None) -> tuple[int, ...] | None:
+    """The rank set that ``group`` asks for; ``None``: that of the meshes or, without any, all ranks."""
+    if group is None or not is_distributed():
+        return (distributed_rank(),)
+    return None if group is _GLOBAL else tuple(sorted(get_process_group_ranks(group)))
+
+
+def _optimizers(optimizer: Optimizer | Sequence[Optimizer] | None) -> tuple[Optimizer, ...]:
+    if optimizer is None:
+        return ()
+    listed = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    return tuple(unwrap_optimizer(each) for each in listed)
+
+
+def _meshes(mesh: Meshes) -> tuple[DeviceMesh, ...]:
+    if mesh is None:
+        return ()
+    return (mesh,) if isinstance(mesh, DeviceMesh) else tuple(mesh)

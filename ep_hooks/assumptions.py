@@ -1,0 +1,96 @@
+"""Measures what was only assumed: that a parameter without evidence has the same gradient on all its replicas."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ep_hooks.agreement import gather_objects
+from ep_hooks.domains import EvidenceKind
+from ep_hooks.errors import UndeclaredParameterError
+from ep_hooks.groups import ProcessGroups
+from ep_hooks.names import shorten
+from ep_hooks.table import Entry
+
+__all__ = ["check_assumptions", "fingerprint"]
+
+logger = logging.getLogger("ep_hooks")
+
+TOLERANCE = 1e-3
+"""Relative difference up to which replicas count as equal: nondeterministic kernels differ in the last bits."""
+
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROW = 65_536
+_MOST = 16
+
+
+def fingerprint(tensor: Tensor) -> tuple[int, int]:
+    """Two 64-bit words over the bits of ``tensor`` in logical order; the second weighs positions.
+
+    A plain sum or exclusive-or collides on permuted elements, constants and swapped rows; position weights do not.
+    Waits for the device.
+    """
+    plain, weighted = 0, 0
+    for index, row in enumerate(tensor.detach().reshape(-1).split(_ROW)):
+        row = torch.view_as_real(row).reshape(-1) if row.is_complex() else row
+        bits = row.view(_INTEGER[row.element_size()]).to(torch.int64)
+        weights = torch.arange(1, bits.numel() + 1, dtype=torch.int64, device=bits.device) * 2_654_435_761 + index
+        plain += int(bits.sum())
+        weighted += int((bits * weights).sum()) * (2 * index + 1)
+    return plain % 2**64, weighted % 2**64
+
+
+def check_assumptions(
+    entries: Sequence[Entry],
+    gradients: Sequence[Tensor | None],
+    ranks: Sequence[int],
+    group: ProcessGroup | None,
+    process_groups: ProcessGroups,
+) -> None:
+    """Compare the gradients of assumed replicas, once, at the first step whose gradients are not zero.
+
+    Collectives: one exchange of fingerprints; for the first parameters that differ a broadcast each and one exchange.
+
+    Raises:
+        UndeclaredParameterError: some differ by more than TOLERANCE; on all ranks, naming them.
+    """
+    mine = {
+        (entry.id, entry.domain.replicas): fingerprint(gradient)
+        for entry, gradient in zip(entries, gradients, strict=True)
+        if entry.evidence.kind is EvidenceKind.ASSUMED and gradient is not None and len(entry.domain.replicas) > 1
+    }
+    seen = dict(zip(ranks, gather_objects(mine, group), strict=True))
+    keys = sorted({key for rank in ranks for key in seen[rank]})
+    differing = [key for key in keys if len({seen[rank].get(key) for rank in key[1]}) > 1]
+    if not differing:
+        return
+    here = {(entry.id, entry.domain.replicas): gradient for entry, gradient in zip(entries, gradients, strict=True)}
+    worst: dict[str, float] = {}
+    for name, replicas in differing[:_MOST]:
+        gradient = here.get((name, replicas))
+        if any(seen[rank].get((name, replicas)) is None for rank in replicas):
+            worst[name] = float("inf")
+        elif gradient is not None:
+            first = gradient.detach().clone(memory_format=torch.contiguous_format)
+            dist.broadcast(first, replicas[0], process_groups.get(replicas))
+            worst[name] = float((gradient - first).abs().max() / first.abs().max().clamp(min=1e-30))
+    everyone: dict[str, float] = {}
+    for other in gather_objects(worst, group):
+        for name, value in other.items():
+            everyone[name] = max(value, everyone.get(name, 0.0))
+    wrong = {name: value for name, value in everyone.items() if not value <= TOLERANCE}
+    if not wrong:
+        logger.info("ep_hooks: assumed replicas differ in the last bits only: %s", shorten(everyone))
+        return
+    more = f" (and up to {len(differing) - _MOST} more)" if len(differing) > _MOST else ""
+    raise UndeclaredParameterError(
+        "parameters were assumed to be replicated, but their gradients differ between ranks: "
+        + shorten(f"{name} (relative difference {value:.2g})" for name, value in wrong.items())
+        + more
+        + ". Declare their domain (config `domains`, or ep_hooks.declare), or reduce their gradients first."
+    )

@@ -1,0 +1,194 @@
+"""The global norm: local sums, one packed all-reduce, one verdict that is the same on every rank.
+
+Layout of the packed vector: ``[value per domain, non-finite flag per domain, found_inf, requests]``. With SUM it
+carries sums of powers, with MAX (``norm_type=inf``) maxima. NaN does not survive MAX on gloo, therefore the flags.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ep_hooks.groups import packed_dtype
+from ep_hooks.local_norm import accumulate, logical_slice, max_abs
+from ep_hooks.plan import Slice
+
+__all__ = ["Packed", "Verdict", "Views", "check_norm_type", "local_views", "packed_norm", "rescaled_norm"]
+
+Views = Mapping[tuple[int, torch.device, torch.dtype], list[Tensor]]
+"""Tensors to read, by (slot, device, dtype)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The norm of one step, equal on all ranks.
+
+    Attributes:
+        norm: 0-dim tensor, the global norm before clipping.
+        domains: domain name -> 0-dim tensor, the norm of that domain's gradients.
+        nonfinite: 0-dim bool tensor: some rank read NaN or inf (or its scaler had found one).
+        overflow: finite gradients whose sum of powers overflowed; the norm was recomputed with scaling.
+    """
+
+    norm: Tensor
+    domains: Mapping[str, Tensor]
+    nonfinite: Tensor
+    overflow: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The packed result after the all-reduce: slices of one small vector on the group's device."""
+
+    values: Tensor
+    flags: Tensor
+    found_inf: Tensor
+    requests: Tensor
+
+    def verdict(self, domains: Sequence[str], norm_type: float, dtype: torch.dtype, device: torch.device) -> Verdict:
+        """Norms from the packed values. Does not wait for the device."""
+        values = self.values
+        if math.isinf(norm_type):
+            values = torch.where(self.flags > 1, torch.nan, values)
+            norms = values
+            total = values.amax() if len(domains) else values.new_zeros(())
+        else:
+            norms = values.pow(1.0 / norm_type)
+            total = values.sum().pow(1.0 / norm_type)
+        nonfinite = (self.flags.sum() + self.found_inf) > 0
+        named = {name: norms[i].to(device=device, dtype=dtype) for i, name in enumerate(domains)}
+        return Verdict(total.to(device=device, dtype=dtype), named, nonfinite.to(device))
+
+
+def check_norm_type(norm_type: float) -> float:
+    """``norm_type`` as a float.
+
+    Raises:
+        ValueError: NaN, or smaller than 1 (the sum of powers is no norm then).
+    """
+    value = float(norm_type)
+    if math.isnan(value) or value < 1:
+        raise ValueError(f"norm_type must be a number >= 1 or inf, got {norm_type!r}")
+    return value
+
+
+def local_views(slices: Sequence[Slice], gradients: Sequence[Tensor | None]) -> Views:
+    """The elements this rank counts, as views; missing gradients are left out."""
+    views: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
+    for piece in slices:
+        gradient = gradients[piece.index]
+        if gradient is None:
+            continue
+        key = (piece.slot, gradient.device, gradient.dtype)
+        if piece.lo == 0 and piece.hi >= gradient.numel():
+            views.setdefault(key, []).append(gradient)
+        else:
+            views.setdefault(key, []).extend(logical_slice(gradient, piece.lo, piece.hi))
+    return views
+
+
+def packed_norm(
+    views: Views,
+    slots: int,
+    norm_type: float,
+    group: ProcessGroup | None,
+    device: torch.device,
+    *,
+    found_inf: Tensor | None = None,
+    requests: Tensor | int = 0,
+) -> Packed:
+    """Local sums and the one collective of the norm.
+
+    Args:
+        views: what this rank counts.
+        slots: number of domains.
+        group: one ``all_reduce`` over it (SUM, or MAX for ``inf``); none for ``None``.
+        device: where the packed vector lives; a device of the group's backend.
+        found_inf: 0-dim tensor, this rank's gradient scaler has found an overflow.
+        requests: number (or 0-dim tensor) of things that this rank must tell the others before going on.
+
+    Does not wait for the device.
+    """
+    dtype = packed_dtype(group, device)
+    maximum = math.isinf(norm_type)
+    partials: list[list[Tensor]] = [[] for _ in range(slots)]
+    with torch.no_grad():
+        for (slot, _, _), tensors in views.items():
+            value = accumulate(tensors, norm_type)
+            if value is not None:
+                partials[slot].append(value.to(device=device, dtype=dtype))
+        zero = torch.zeros((), dtype=dtype, device=device)
+        values = torch.stack([_combine(p, zero, maximum) for p in partials]) if slots else zero.new_zeros(0)
+        flags = (~torch.isfinite(values)).to(dtype)
+        if maximum:
+            flags = flags + torch.isnan(values).to(dtype)
+            values = torch.where(torch.isnan(values), 0.0, values)
+        inf_flag = zero if found_inf is None else (found_inf > 0).to(device=device, dtype=dtype)
+        asked = requests.to(device=device, dtype=dtype) if isinstance(requests, Tensor) else zero + requests
+        packed = torch.cat([values, flags, torch.stack([inf_flag, asked])])
+        if group is not None:
+            dist.all_reduce(packed, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group)
+    return Packed(packed[:slots], packed[slots : 2 * slots], packed[2 * slots], packed[2 * slots + 1])
+
+
+def rescaled_norm(
+    views: Views,
+    domains: Sequence[str],
+    norm_type: float,
+    reduce: Callable[[Tensor, dist.ReduceOp.RedOpType], None],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Verdict:
+    """The norm when sums of powers were not finite: tells NaN and inf from squares that overflow.
+
+    Scales by the largest magnitude first: ``m * (sum (|x| / m) ** p) ** (1 / p)`` in float64. Two more collectives;
+    only taken when every rank knows that it is needed.
+    """
+    slots = len(domains)
+    peak = torch.zeros(2 * slots, dtype=torch.float64)
+    for (slot, _, _), tensors in views.items():
+        largest = max_abs([t for t in tensors if t.numel()]).double().cpu() if any(t.numel() for t in tensors) else 0.0
+        value = float(largest)
+        if not math.isfinite(value):
+            peak[slots + slot] = max(float(peak[slots + slot]), 2.0 if math.isnan(value) else 1.0)
+        else:
+            peak[slot] = max(float(peak[slot]), value)
+    reduce(peak, dist.ReduceOp.MAX)
+    scale, flags = peak[:slots], peak[slots:]
+    sums = torch.zeros(slots, dtype=torch.float64)
+    for (slot, _, _), tensors in views.items():
+        if not math.isinf(norm_type) and scale[slot] > 0 and flags[slot] == 0:
+            for tensor in tensors:
+                for row in tensor.reshape(-1).split(65_536):
+                    sums[slot] += (row.double() / float(scale[slot])).abs().pow(norm_type).sum().cpu()
+    if not math.isinf(norm_type):
+        reduce(sums, dist.ReduceOp.SUM)
+    norms = scale * sums.pow(1.0 / norm_type) if not math.isinf(norm_type) else scale.clone()
+    norms[flags == 1] = math.inf
+    norms[flags == 2] = math.nan
+    if slots == 0:
+        total = torch.zeros((), dtype=torch.float64)
+    elif math.isinf(norm_type):
+        total = torch.where(torch.isnan(norms).any(), torch.nan, norms.amax())
+    else:
+        largest = norms.amax()
+        ratio = norms / largest if 0 < float(largest) < math.inf else norms
+        total = largest * ratio.pow(norm_type).sum().pow(1.0 / norm_type) if 0 < float(largest) < math.inf else largest
+    named = {name: norms[i].to(device=device, dtype=dtype) for i, name in enumerate(domains)}
+    nonfinite = (flags > 0).any().to(device)
+    return Verdict(total.to(device=device, dtype=dtype), named, nonfinite, overflow=not bool(nonfinite))
+
+
+def _combine(parts: Sequence[Tensor], zero: Tensor, maximum: bool) -> Tensor:
+    if not parts:
+        return zero
+    if len(parts) == 1:
+        return parts[0]
+    stacked = torch.stack(list(parts))
+    return stacked.amax() if maximum else stacked.sum()

@@ -1,0 +1,214 @@
+"""What people read: the banner and the table at start-up, explanations, and what `observe` would have changed."""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+import logging
+import sys
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ep_hooks.agreement import gather_objects
+from ep_hooks.clip import clip_coefficient
+from ep_hooks.config import EPHooksConfig
+from ep_hooks.domains import REPLICATE, SHARD, Domain
+from ep_hooks.errors import ConfigError
+from ep_hooks.norm import Verdict
+from ep_hooks.plan import owned_intervals
+from ep_hooks.session import Session
+from ep_hooks.table import Entry
+from ep_hooks.topology import Topology
+from ep_hooks.version import __version__
+
+__all__ = ["announce", "announce_off", "banner", "explain", "explain_name", "log_difference", "symbolic_plan", "table"]
+
+logger = logging.getLogger("ep_hooks")
+
+
+def announce(session: Session) -> None:
+    """Print the banner and the table on the first rank of the rank set.
+
+    Always visible: a plugin that touches gradients says that it is there. One exchange of counts over the rank set.
+    """
+    counts = _counts(session)
+    if session.rank == session.topology.ranks[0]:
+        print(banner(session, counts), file=sys.stderr)
+        print(table(session), file=sys.stderr, flush=True)
+
+
+def announce_off() -> None:
+    """Say on rank 0 that ep_hooks was asked for and is switched off."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        print(f"ep_hooks {__version__} | mode off: nothing is changed", file=sys.stderr, flush=True)
+
+
+def banner(session: Session, counts: dict[str, int]) -> str:
+    """One line: versions, axes, parameters by domain over all ranks, mode."""
+    sizes: dict[str, int] = {}
+    for axes in session.topology.factorisations.values():
+        for axis in axes:
+            sizes[axis.name] = max(map(len, axis.groups), default=1)
+    axes_text = " ".join(f"{name} {size}" for name, size in sizes.items()) or "no named axis"
+    parameters = " / ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no trainable"
+    host = " ".join(f"{label} {value}" for label, value in session.adapter.facts if "version" in label)
+    experts = "" if any(name not in ("dense",) for name in counts) else " | no expert parameter found"
+    return (
+        f"ep_hooks {__version__} | {session.adapter.name} torch {torch.__version__} {host}".rstrip()
+        + f" | {len(session.topology.ranks)} rank(s): {axes_text} | {parameters} parameters{experts}"
+        + f" | mode {session.mode}"
+        + "".join(f"\n  repaired: {line}" for line in session.repaired)
+    )
+
+
+def table(session: Session) -> str:
+    """The start-up table as seen from this rank: one row per kind of parameter."""
+    rows: dict[tuple[str, ...], list[Entry]] = {}
+    for entry in session.entries:
+        reduced = ", ".join(f"{r.axis} ({len(r.ranks)} ranks, /{r.divisor:g})" for r in entry.domain.reductions)
+        evidence = f"{entry.evidence.kind.name.lower()}: {entry.evidence.source}"
+        key = (entry.domain.name, entry.domain.text, _ranks(entry.domain.replicas), reduced or "-", evidence)
+        rows.setdefault(key, []).append(entry)
+    body = [
+        (key[0], key[1], str(len(entries)), f"{sum(e.source.numel for e in entries):,}", key[2], key[3], key[4])
+        for key, entries in sorted(rows.items())
+    ]
+    head = ("domain", "placement", "params", "elements", "counted by", "reduced over", "evidence")
+    return render(head, body, title=f"reduction domains seen from rank {session.rank}")
+
+
+def explain(session: Session, name: str) -> str:
+    """Everything about the parameters whose logical name matches ``name``, seen from this rank."""
+    found = [entry for entry in session.entries if entry.id == name or fnmatch.fnmatchcase(entry.id, name)]
+    if not found:
+        raise ConfigError(f"no trainable parameter of this rank has a logical name that matches {name!r}")
+    items = dict(zip(map(id, session.entries), session._items, strict=True))
+    lines = []
+    for entry in found[:20]:
+        owned = owned_intervals(items[id(entry)], session.rank)
+        counted = ", ".join(f"[{lo:,}, {hi:,})" for lo, hi in owned) or "nothing"
+        lines += [
+            entry.id,
+            f"  domain       {entry.domain.name} ({entry.domain.text})",
+            f"  evidence     {entry.evidence.kind.name.lower()}: {entry.evidence.source}",
+            f"  local shape  {list(entry.source.shape)} {str(entry.source.dtype).removeprefix('torch.')}",
+            f"  held by      ranks {_ranks(entry.domain.replicas)}",
+            f"  this rank    {session.rank} counts elements {counted} of {entry.source.numel:,}",
+        ]
+        lines += [
+            f"  pending      SUM over {r.axis} {list(r.ranks)}, then / {r.divisor:g}" for r in entry.domain.reductions
+        ]
+    if len(found) > 20:
+        lines.append(f"... and {len(found) - 20} more")
+    return "\n".join(lines)
+
+
+def explain_name(name: str, config: EPHooksConfig, world_size: int) -> str:
+    """Which rule of a config speaks of a logical name, and what it means on each rank. Needs no model."""
+    topology = config.topology(tuple(range(world_size))) or Topology(tuple(range(world_size)))
+    matching = [rule for rule in config.rules() if rule.matches(name)]
+    if not matching:
+        return f"{name}: no rule matches; its domain comes from its placement, from the framework, or is assumed dense"
+    lines = []
+    for rule in matching:
+        lines.append(f"{name}: rule match {rule.match!r} says {rule.domain.name}")
+        for rank in topology.ranks[:16]:
+            domain = rule.domain.resolve(topology, rank)
+            pending = "; ".join(f"SUM over {list(r.ranks)} / {r.divisor:g}" for r in domain.reductions) or "none"
+            lines.append(f"  rank {rank}: held by {_ranks(domain.replicas)}, pending: {pending}, {domain.text}")
+        if len(topology.ranks) > 16:
+            lines.append(f"  ... and {len(topology.ranks) - 16} more ranks")
+    return "\n".join(lines)
+
+
+def symbolic_plan(
+    world_size: int, *, tp: int, etp: int, cp: int, pp: int, ep: int, order: str = "tp-cp-ep-dp-pp"
+) -> str:
+    """Who counts and who reduces what, from sizes of axes alone (Megatron's two factorisations of the ranks)."""
+    topology = megatron_topology(world_size, tp=tp, etp=etp, cp=cp, pp=pp, ep=ep, order=order)
+    kinds = [
+        ("dense, replicated", Domain("dense", {"tp": REPLICATE}, REPLICATE)),
+        ("dense, cut by tp", Domain("dense", {"tp": SHARD}, REPLICATE)),
+        ("expert, cut by etp", Domain("expert", {"ep": SHARD, "etp": SHARD}, REPLICATE)),
+        ("expert, same on etp", Domain("expert", {"ep": SHARD, "etp": REPLICATE}, REPLICATE)),
+    ]  # fmt: skip
+    body = []
+    for label, domain in kinds:
+        replicas = {domain.resolve(topology, rank).replicas for rank in topology.ranks}
+        first = domain.resolve(topology, 0)
+        body.append((label, first.text, str(len(replicas)), str(len(first.replicas)), _ranks(first.replicas),
+                     f"1/{len(first.replicas)} each"))  # fmt: skip
+    sizes = ", ".join(
+        f"{name}: " + " x ".join(f"{axis.name} {len(axis.groups[0])}" for axis in axes)
+        for name, axes in topology.factorisations.items()
+    )
+    head = ("parameter", "placement", "pieces", "holders", "holders of rank 0's piece", "counted")
+    return render(head, body, title=f"{world_size} ranks; {sizes}")
+
+
+def megatron_topology(
+    world_size: int, *, tp: int, etp: int, cp: int, pp: int, ep: int, order: str = "tp-cp-ep-dp-pp"
+) -> Topology:
+    """The two factorisations of a Megatron run: tp x cp x dp x pp and etp x ep x edp x pp, first axis fastest."""
+    names = order.split("-")
+    if sorted(names) != ["cp", "dp", "ep", "pp", "tp"]:
+        raise ConfigError(f"order must name tp, cp, ep, dp and pp once each, got {order!r}")
+    for label, product in (("tp x cp x pp", tp * cp * pp), ("etp x ep x pp", etp * ep * pp)):
+        if product < 1 or world_size % product:
+            raise ConfigError(f"world size {world_size} is not divisible by {label} = {product}")
+    dense = {"tp": tp, "cp": cp, "dp": world_size // (tp * cp * pp), "pp": pp}
+    expert = {"tp": ("etp", etp), "ep": ("ep", ep), "dp": ("edp", world_size // (etp * ep * pp)), "pp": ("pp", pp)}
+    return Topology.grid(
+        {
+            "dense": {name: dense[name] for name in names if name in dense},
+            "expert": dict(expert[name] for name in names if name in expert),
+        },
+        fastest="first",
+    )
+
+
+def log_difference(host: Tensor, verdict: Verdict, max_norm: float) -> None:
+    """Log what `enforce` would change. Reads two numbers from the device."""
+    before, after = float(clip_coefficient(host, max_norm)), float(clip_coefficient(verdict.norm, max_norm))
+    logger.info(
+        "ep_hooks (observe): norm %.6g, host says %.6g; coefficient would change %.4g -> %.4g",
+        float(verdict.norm), float(host), before, after,
+    )  # fmt: skip
+
+
+def render(head: Sequence[str], body: Iterable[Sequence[str]], *, title: str = "") -> str:
+    """A plain-text table; names are escaped, so markup in a parameter's name does no harm."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    sheet = Table(title=escape(title), title_justify="left")
+    for column in head:
+        sheet.add_column(column, overflow="fold")
+    for row in body:
+        sheet.add_row(*(escape(cell) for cell in row))
+    sink = io.StringIO()
+    Console(file=sink, width=160, color_system=None, force_terminal=False).print(sheet)
+    return sink.getvalue().rstrip()
+
+
+def _counts(session: Session) -> dict[str, int]:
+    """Parameters by domain over all ranks, each piece once."""
+    mine = {
+        name: sum(entry.domain.replicas[0] == session.rank for entry in session.entries if entry.domain.name == name)
+        for name in session.table.domains()
+    }
+    total: dict[str, int] = {}
+    for other in gather_objects(mine, session.group):
+        for name, count in other.items():
+            total[name] = total.get(name, 0) + count
+    return total
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    shown = ",".join(map(str, ranks[:12]))
+    return shown + (f",... ({len(ranks)})" if len(ranks) > 12 else "")

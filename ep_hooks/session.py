@@ -1,0 +1,443 @@
+"""The session: one model's table, plan and schedule, and the sequence that runs before each optimizer step.
+
+topology -> classify -> repair -> agree -> plan                  set-up, again only if the parameter set changes
+gradients -> sync -> norm -> policy -> clip                      each step, before ``optimizer.step``
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ep_hooks.adapter import Adapter, Phase
+from ep_hooks.agreement import Agreed, Report, agree, gather_objects, portable, raise_first, raise_together
+from ep_hooks.assumptions import check_assumptions
+from ep_hooks.clip import check_max_norm, clip_coefficient, scale_gradients
+from ep_hooks.config import EPHooksConfig
+from ep_hooks.declarations import declaration_of
+from ep_hooks.domains import Placement
+from ep_hooks.errors import AlreadyReducedError, UnfinishedGradientError
+from ep_hooks.groups import ProcessGroups, distributed_rank, is_distributed
+from ep_hooks.modes import Mode
+from ep_hooks.names import shorten
+from ep_hooks.norm import Packed, Verdict, Views, check_norm_type, local_views, packed_norm, rescaled_norm
+from ep_hooks.plan import Holding, plan_buckets, plan_norm
+from ep_hooks.policy import Action, decide
+from ep_hooks.reductions import Key, broadcast_buckets, reduce_buckets
+from ep_hooks.table import Entry, ParameterTable, classify
+from ep_hooks.topology import Topology
+from ep_hooks.version import __version__
+
+__all__ = ["AD_HOC_SLOTS", "Answer", "Session"]
+
+logger = logging.getLogger("ep_hooks")
+
+AD_HOC_SLOTS = ("total",)
+"""Layout of the packed result of a call without ``attach``: one slot, whatever the domains."""
+
+_BYTES_PER_ELEMENT = 4
+
+
+@dataclass
+class Answer:
+    """What one rank tells the others when some rank has asked for a round of talk.
+
+    Attributes:
+        error: text and class of an error of this rank.
+        missing: entries with replicas elsewhere whose gradient this rank lacks, with their holders.
+        partials: pending reductions that gradients show and the plan does not know.
+        changed: this rank's parameters are not the ones that were agreed on.
+    """
+
+    error: tuple[str, type[Exception]] | None = None
+    missing: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    partials: dict[str, dict[str, Placement]] = field(default_factory=dict)
+    changed: bool = False
+
+
+class Session:
+    """Table, plan and schedule of one model on one rank.
+
+    Attributes:
+        mode: what may be changed.
+        config: the configuration.
+        topology: axes and rank set.
+        table: the parameter table.
+        repaired: what the adapter set, in words.
+        last: verdict of the last measured step.
+        coefficient: clip coefficient of the last clipped step, 0-dim tensor.
+        skip_step: the policy says to skip the optimizer step.
+        found_inf: 0-dim tensor that a gradient scaler of this rank has set; carried in the packed result.
+    """
+
+    def __init__(self, adapter: Adapter, config: EPHooksConfig, mode: Mode, *, ad_hoc: bool = False) -> None:
+        """Classify, agree and plan. A collective over the rank set.
+
+        Args:
+            ad_hoc: for calls without ``attach``. The packed result then has one slot, so that a rank to which the
+                parameters are new can join the collective of the others and tell them.
+        """
+        self.adapter, self.config, self.mode, self.ad_hoc = adapter, config, mode, ad_hoc
+        self.last: Verdict | None = None
+        self.repaired: tuple[str, ...] = ()
+        self._seen_partials: dict[str, dict[str, Placement]] = {}
+        self._warned: set[str] = set()
+        self.coefficient: Tensor | None = None
+        self.skip_step = False
+        self.found_inf: Tensor | None = None
+        self._set_up(first=True)
+
+    # ---- set-up -------------------------------------------------------------------------------------------------
+
+    def _set_up(self, *, first: bool) -> None:
+        self.rank = distributed_rank()
+        error: Exception | None = None
+        topology, table = Topology((self.rank,)), ParameterTable(())
+        repaired: tuple[str, ...] = ()
+        try:
+            topology = self.adapter.topology()
+            table = self._classify(topology)
+            if first and not self.ad_hoc:
+                repaired = tuple(self.adapter.repair(table, self.mode))
+        except Exception as raised:  # re-raised on every rank below, whatever it is
+            error = raised
+            if is_distributed() and len(topology.ranks) == 1:
+                topology = Topology(tuple(range(dist.get_world_size())))
+        self.topology, self.table = topology, table
+        self.repaired = repaired if first else self.repaired
+        self.process_groups = ProcessGroups(self.adapter.groups() if is_distributed() else ())
+        many = len(topology.ranks) > 1
+        self.group = self.process_groups.get(topology.ranks) if many else None
+        raise_together(error, topology.ranks, self.group)
+        rules = self.config.rules()
+        report = Report.of(table, topology, self._facts(), [rule.match for rule in rules])
+        self.agreed: Agreed = agree(table, report, topology.ranks, self.group)
+        self._plan()
+        if first and self.mode in (Mode.REPAIR, Mode.ENFORCE) and self.config.sync.broadcast and self._buckets:
+            weights = dict(zip(map(_key, self._pending), self.adapter.weights(self._pending), strict=True))
+            with torch.no_grad():
+                broadcast_buckets(self._buckets, weights, self.process_groups, self.device)
+
+    def _classify(self, topology: Topology) -> ParameterTable:
+        sources = []
+        for source in self.adapter.sources(topology):
+            seen = self._seen_partials.get(source.id, {})
+            # Another rank's twin of this name may be laid out on another mesh.
+            sources.append(replace(source, placed=seen) if seen and seen.keys() == source.placed.keys() else source)
+        return classify(
+            sources,
+            topology,
+            self.rank,
+            self.config.rules(),
+            declared=declaration_of,
+            default=self.adapter.default,
+        )
+
+    def _facts(self) -> list[tuple[str, str]]:
+        return [
+            ("the ep_hooks version", __version__),
+            ("the torch version", torch.__version__),
+            ("the mode", self.mode.value),
+            ("the configuration", self.config.digest()),
+            ("the rank set", str(self.topology.ranks)),
+            *self.adapter.facts,
+        ]
+
+    def _plan(self) -> None:
+        """Everything that is looked up, not computed, in a step."""
+        entries = self.table.entries
+        self.entries: tuple[Entry, ...] = entries
+        self.slots = AD_HOC_SLOTS if self.ad_hoc else self.agreed.domains
+        slot = {name: 0 if self.ad_hoc else i for i, name in enumerate(self.agreed.domains)}
+        self._items = [entry.plan_item(slot[entry.domain.name]) for entry in entries]
+        self._slices = plan_norm(self._items, self.rank)
+        self._absent: frozenset[int] = frozenset()
+        elements = max(1, int(self.config.sync.bucket_mb * 2**20 / _BYTES_PER_ELEMENT))
+        self._buckets = plan_buckets(self.agreed.reductions, self.rank, bucket_elements=elements)
+        self._pending = [entry for entry in entries if entry.domain.reductions]
+        self._pending_index = [i for i, entry in enumerate(entries) if entry.domain.reductions]
+        self._reduced_before: dict[Key, tuple[weakref.ref[Tensor], int]] = {}
+        devices = [entry.parameter.device for entry in entries if entry.parameter.device.type != "meta"]
+        preferred = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+        self.device = preferred
+        if self.group is not None:
+            self.device = self.process_groups.device(self.topology.ranks, preferred)
+        self.dtype = torch.float64 if self.agreed.wide else torch.float32
+        self._assumed = self.agreed.assumed
+        self._settled = False
+        self._suspects: list[tuple[Key, str, Tensor]] = []
+        self._parameters = self.adapter.parameter_count()
+
+    @property
+    def host_decides(self) -> bool:
+        """Whether reading a result on the host is free: no accelerator is involved."""
+        return self.device.type == "cpu"
+
+    def refresh(self) -> None:
+        """Classify and agree again, after the parameter set has changed. A collective over the rank set."""
+        self._set_up(first=False)
+
+    def close(self) -> None:
+        """Take back what the adapter set, and destroy the process groups created here."""
+        self.adapter.undo_repair()
+        self.process_groups.close()
+
+    # ---- each step ----------------------------------------------------------------------------------------------
+
+    def measure(self, norm_type: float = 2.0, only: frozenset[int] | None = None) -> Verdict:
+        """Run the pending reductions and compute the norm.
+
+        Args:
+            norm_type: p >= 1 or inf.
+            only: indices of the entries that count; all if ``None``.
+
+        Collectives: one per bucket of pending reductions and one for the norm. On CPU, where looking at the result
+        is free, more of them in the rare step in which some rank has something to tell.
+
+        Raises:
+            UnfinishedGradientError, AlreadyReducedError, UndeclaredParameterError: on all ranks together.
+        """
+        norm_type = check_norm_type(norm_type)
+        while True:
+            verdict = self._measure_once(norm_type, only)
+            if verdict is not None:
+                self.last = verdict
+                return verdict
+
+    def _measure_once(self, norm_type: float, only: frozenset[int] | None) -> Verdict | None:
+        problem: Exception | None = None
+        if why := self.adapter.unfinished():
+            problem = UnfinishedGradientError(f"the gradients have no norm yet: {why}")
+        changed = self.adapter.parameter_count() != self._parameters
+        partials = self._new_partials()
+        # A rank that knows that the step cannot go on still takes part in what the others run, then tells them.
+        idle = problem is not None or changed or bool(partials)
+        if self.ad_hoc and self.agreed.reductions and self.host_decides:
+            # A rank to which the parameters are new cannot join the buckets: ask before they run.
+            control = packed_norm({}, len(self.slots), norm_type, self.group, self.device)
+            if self._must_talk(control.requests):
+                self._talk(Answer())
+                return None
+        with torch.no_grad():
+            reduced = self._sync()
+            gradients = self.adapter.gradients(self.entries, Phase.READY)
+            for index, value in reduced.items():
+                gradients[index] = value
+        missing = self._missing(gradients)
+        views = {} if idle else local_views(self._slices, self._selected(gradients, only))
+        packed = packed_norm(
+            views,
+            len(self.slots),
+            norm_type,
+            self.group,
+            self.device,
+            found_inf=self.found_inf,
+            requests=self._requests(idle or missing != self._absent),
+        )
+        if self._must_talk(packed.requests):
+            if problem is None and (found := self._suspicion()):
+                problem = AlreadyReducedError(found)
+            without = {self.entries[i].id: self.entries[i].domain.replicas for i in missing}
+            replanned = self._talk(Answer(portable(problem), without, partials, changed), problem)
+            self._absent = frozenset() if replanned else missing
+            return None
+        if self.mode is not Mode.OBSERVE:
+            self._store(reduced)
+        verdict = packed.verdict(self.slots, norm_type, self.dtype, self.device)
+        if self.host_decides and bool((packed.flags > 0).any()):
+            verdict = self._second_look(views, norm_type, packed)
+        if self._assumed and self.host_decides and float(verdict.norm) != 0:
+            self._assumed = False
+            check_assumptions(self.entries, gradients, self.topology.ranks, self.group, self.process_groups)
+        return verdict
+
+    def clip(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+        only: frozenset[int] | None = None,
+    ) -> Verdict:
+        """Measure, apply the policies, and scale the gradients in place where the mode allows it.
+
+        Args:
+            max_norm: gradients are scaled to at most this norm; ``inf``: measure only.
+            only: indices of the entries that are measured and scaled; all if ``None``.
+
+        Returns:
+            The verdict before clipping. ``skip_step`` is set if the policy says to skip the optimizer step.
+        """
+        max_norm = check_max_norm(max_norm)
+        verdict = self.measure(norm_type, only)
+        self.coefficient = clip_coefficient(verdict.norm, max_norm)
+        self.skip_step = False
+        if self.mode is not Mode.ENFORCE:
+            return verdict
+        action = decide(verdict, self.config, error_if_nonfinite=error_if_nonfinite)
+        gradients = self._selected(self.adapter.gradients(self.entries, Phase.READY), only)
+        with torch.no_grad():
+            if action is Action.ZERO:
+                torch._foreach_zero_([gradient for gradient in gradients if gradient is not None])
+            elif action is Action.CLIP and not math.isinf(max_norm):
+                scale_gradients(gradients, self.coefficient)
+        self.skip_step = action is Action.SKIP
+        if self._pending:
+            self.mark_reduced()
+        return verdict
+
+    def _second_look(self, views: Views, norm_type: float, packed: Packed) -> Verdict:
+        """Tell NaN and inf from finite gradients whose powers overflow; every rank has seen the flag."""
+        verdict = rescaled_norm(views, self.slots, norm_type, self._reduce, self.dtype, self.device)
+        if verdict.overflow:
+            logger.warning(
+                "ep_hooks: the gradients are finite, but the sum of their powers overflowed; recomputed with scaling: "
+                "norm %g",
+                float(verdict.norm),
+            )
+        return replace(verdict, nonfinite=verdict.nonfinite | (packed.found_inf > 0))
+
+    def _reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        if self.group is not None:
+            dist.all_reduce(tensor, op, self.group)
+
+    def _selected(self, gradients: list[Tensor | None], only: frozenset[int] | None) -> list[Tensor | None]:
+        if only is None:
+            return gradients
+        return [gradient if index in only else None for index, gradient in enumerate(gradients)]
+
+    def _sync(self) -> dict[int, Tensor]:
+        """Run the pending reductions; index of the entry -> its reduced gradient, not yet written anywhere."""
+        self._suspects = []
+        if not self._buckets:
+            return {}
+        before = self.adapter.gradients(self._pending, Phase.REDUCED)
+        keys = [_key(entry) for entry in self._pending]
+        outcome = reduce_buckets(
+            self._buckets,
+            dict(zip(keys, before, strict=True)),
+            {key for key, gradient in zip(keys, before, strict=True) if not self._is_reduced(key, gradient)},
+            self.process_groups,
+            self.device,
+            check=self.config.sync.already_reduced != "off",
+        )
+        self._suspects = outcome.suspects
+        return {
+            index: outcome.values[key].to((entry.source if gradient is None else gradient).dtype)
+            for entry, index, key, gradient in zip(self._pending, self._pending_index, keys, before, strict=True)
+            if key in outcome.values
+        }
+
+    def _store(self, reduced: Mapping[int, Tensor]) -> None:
+        if self._pending:
+            with torch.no_grad():
+                for index, value in reduced.items():
+                    self.adapter.store(self.entries[index], value)
+            self.mark_reduced()
+
+    def _requests(self, asking: bool) -> Tensor | int:
+        """How many things this rank wants to tell; a tensor where only the device knows."""
+        if self.config.sync.already_reduced != "raise" or not self._suspects:
+            return int(asking)
+        return torch.stack([flag for _, _, flag in self._suspects]).any() + int(asking)
+
+    def _must_talk(self, requests: Tensor) -> bool:
+        """Whether some rank has asked for a round of talk. The same answer on every rank.
+
+        Reading the number waits for the device. It is free on CPU; with an accelerator it is read in the first step
+        after each plan only.
+        """
+        if not self.host_decides and self._settled:
+            return False
+        self._settled = True
+        if self.config.sync.already_reduced == "warn" and (found := self._suspicion()):
+            logger.warning("ep_hooks: %s", found)
+        return bool(requests > 0)
+
+    def _is_reduced(self, key: Key, gradient: Tensor | None) -> bool:
+        if gradient is None:
+            return True
+        known = self._reduced_before.get(key)
+        return known is not None and known[0]() is gradient and known[1] == gradient._version
+
+    def mark_reduced(self) -> None:
+        """Remember the pending gradients as they are now: they need no reduction until they change."""
+        gradients = self.adapter.gradients(self._pending, Phase.REDUCED)
+        self._reduced_before = {
+            _key(entry): (weakref.ref(gradient), gradient._version)
+            for entry, gradient in zip(self._pending, gradients, strict=True)
+            if gradient is not None
+        }
+
+    def _missing(self, gradients: Sequence[Tensor | None]) -> frozenset[int]:
+        """Entries with replicas elsewhere whose gradient this rank lacks."""
+        if not any(gradient is None for gradient in gradients):
+            return frozenset()
+        return frozenset(
+            index
+            for index, (entry, gradient) in enumerate(zip(self.entries, gradients, strict=True))
+            if gradient is None and len(entry.domain.replicas) > 1
+        )
+
+    def _new_partials(self) -> dict[str, dict[str, Placement]]:
+        """Pending reductions that gradients show and the plan does not know."""
+        seen = self.adapter.partials(self.entries)
+        known = self._seen_partials
+        return {name: dict(axes) for name, axes in seen.items() if known.get(name) != dict(axes)}
+
+    def _talk(self, mine: Answer, error: Exception | None = None) -> bool:
+        """Every rank has seen that some rank has something to say: exchange it, then raise or plan again together.
+
+        Returns:
+            Whether everything was classified again.
+        """
+        answers: list[Answer] = gather_objects(mine, self.group)
+        raise_first(error, [answer.error for answer in answers], self.topology.ranks)
+        if any(answer.changed for answer in answers) or any(answer.partials for answer in answers):
+            for answer in answers:
+                self._seen_partials.update(answer.partials)
+            self.refresh()
+            return True
+        without = {
+            (name, replicas, rank)
+            for rank, answer in zip(self.topology.ranks, answers, strict=True)
+            for name, replicas in answer.missing.items()
+        }
+        items, partly = list(self._items), []
+        for index, entry in enumerate(self.entries):
+            replicas = entry.domain.replicas
+            have = [rank for rank in replicas if (entry.id, replicas, rank) not in without]
+            if have and len(have) < len(replicas) and entry.source.holdings is None:
+                # Where replicas differ, truth is the value of the ranks that have one; the difference is a finding.
+                items[index] = replace(
+                    items[index], holdings=tuple(Holding(rank, 0, items[index].numel) for rank in have)
+                )
+                if entry.id not in self._warned:
+                    partly.append(f"{entry.id} (only on ranks {have})")
+                    self._warned.add(entry.id)
+        if partly:
+            logger.warning("ep_hooks: some replicas lack a gradient that others have: %s", shorten(partly))
+        self._slices = plan_norm(items, self.rank)
+        return False
+
+    def _suspicion(self) -> str:
+        found = [f"{key[0]} over {axis}" for key, axis, flag in self._suspects if bool(flag)]
+        if not found:
+            return ""
+        return (
+            f"the inputs of a pending SUM are equal on all ranks and not zero: {shorten(found)}. It looks as if the "
+            "framework (or an earlier call, followed by a change of the gradient) had reduced them already, and "
+            "summing again would count them twice. If they are reduced, declare them replicated; if they really are "
+            "equal before the reduction, set `sync.already_reduced: off`."
+        )
+
+
+def _key(entry: Entry) -> Key:
+    return entry.id, entry.domain.replicas[0]

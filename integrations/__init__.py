@@ -1,0 +1,1 @@
+"""Adapters for training frameworks, one module each; each imports its framework lazily."""
