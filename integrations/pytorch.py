@@ -219,10 +219,7 @@ class PyTorchAdapter:
             if not ddp.require_forward_param_sync:
                 return "the last backward ran under DistributedDataParallel.no_sync()"
         for group in self._fsdp_groups():
-            pending = group._partial_reduce_output is not None or any(
-                p.unsharded_accumulated_grad is not None for p in group.fsdp_params
-            )
-            if pending:
+            if group._partial_reduce_output is not None or any(map(_holds_unsharded_gradient, group.fsdp_params)):
                 setting = "gradient_sync" if group.all_reduce_grads else "all_reduce"
                 return (
                     f"FSDP2 holds unreduced gradients of {group._module_fqn or 'the root module'} (set_requires_"
@@ -336,6 +333,12 @@ class PyTorchAdapter:
         if isinstance(entry.parameter, DTensor):
             return False
         return bool(entry.domain.reductions) or len(entry.domain.replicas) < ranks
+
+
+def _holds_unsharded_gradient(fsdp_param: Any) -> bool:
+    """Whether FSDP2 keeps a gradient of the whole parameter: in the reduce dtype, or on the unsharded parameter."""
+    unsharded = getattr(fsdp_param, "_unsharded_param", None)
+    return fsdp_param.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None)
 
 
 def _placed(name: str, tensor: DTensor) -> dict[str, Placement]:
