@@ -11,12 +11,15 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ep_hooks.adapter import Adapter
 from ep_hooks.agreement import gather_objects, raise_first
 from ep_hooks.config import EPHooksConfig
 from ep_hooks.errors import EPHooksError
+from ep_hooks.groups import ProcessGroups, is_distributed
 from ep_hooks.modes import Mode
 from ep_hooks.norm import packed_norm
 from ep_hooks.session import AD_HOC_SLOTS, Answer, Session
@@ -27,8 +30,10 @@ _MOST = 4
 """Sessions kept; each keeps its parameters alive."""
 
 _SESSIONS: dict[tuple[Any, ...], tuple[list[weakref.ref[Tensor]], Session]] = {}
-_LAST: dict[tuple[int, ...], Session] = {}
-"""Rank set -> a session over it: its group carries the request of a rank to which the parameters are new."""
+_AGREED: dict[tuple[int, ...], ProcessGroup] = {}
+"""Rank set -> its group, once a session over it has been agreed on. From then on a rank to which parameters are new
+cannot know whether they are new to the others. With an accelerator, where nobody looks at the result on the host, the
+list must change on all ranks together."""
 
 
 def session_for(
@@ -52,18 +57,25 @@ def session_for(
         # An id may have been reused since; the parameters must be the same objects.
         if all(reference() is parameter for reference, parameter in zip(references, parameters, strict=True)):
             return session
-        del _SESSIONS[key]
-    last = _LAST.get(_rank_set(adapter))
-    if last is not None and last.host_decides and last.group is not None:
-        packed_norm({}, len(AD_HOC_SLOTS), norm_type, last.group, last.device, requests=1)
-        answers = gather_objects(Answer(changed=True), last.group)
-        raise_first(None, [answer.error for answer in answers], last.topology.ranks)
+        _SESSIONS.pop(key)[1].close()
+    ranks = _rank_set(adapter)
+    group = _AGREED.get(ranks)
+    if group is not None and group is _group(ranks):
+        packed_norm({}, len(AD_HOC_SLOTS), norm_type, group, torch.device("cpu"), requests=1)
+        answers = gather_objects(Answer(changed=True), group)
+        raise_first(None, [answer.error for answer in answers], ranks)
     session = Session(adapter, config, mode, ad_hoc=True)
     while len(_SESSIONS) >= _MOST:
-        _SESSIONS.pop(next(iter(_SESSIONS)))
+        _SESSIONS.pop(next(iter(_SESSIONS)))[1].close()
     _SESSIONS[key] = ([weakref.ref(parameter) for parameter in parameters], session)
-    _LAST[session.topology.ranks] = session
+    if session.group is not None and session.host_decides:
+        _AGREED[session.topology.ranks] = session.group
     return session
+
+
+def _group(ranks: tuple[int, ...]) -> ProcessGroup | None:
+    """The group of ``ranks`` today; another one if torch.distributed was initialised again."""
+    return ProcessGroups.shared().get(ranks) if is_distributed() else None
 
 
 def _rank_set(adapter: Adapter) -> tuple[int, ...]:

@@ -146,6 +146,8 @@ def attach(
         return Handle(None, loaded, None)
     if not isinstance(model, nn.Module):
         raise TypeError(f"attach() takes a module, got {type(model).__name__}")
+    if _handle_of(list(model.parameters())) is not None:
+        raise ConfigError("this model is attached already; call remove() on its handle before attaching it again")
     optimizers = _optimizers(optimizer)
     default = Evidence(EvidenceKind.ASSUMED, "plain parameter, no wrapper", Domain.replicated())
     adapter = _pytorch_adapter(
@@ -273,7 +275,8 @@ def handle_of(parameters: Iterable[Tensor]) -> Handle | None:
 
 def _handle_of(parameters: Sequence[Tensor]) -> Handle | None:
     for parameter in parameters:
-        handle: Handle | None = _ATTACHED.get(parameter)
+        # A LoRA model has many frozen parameters, and a look-up costs microseconds.
+        handle: Handle | None = _ATTACHED.get(parameter) if parameter.requires_grad else None
         if handle is not None:
             return handle
     return None

@@ -72,7 +72,7 @@ class DomainRule(_Model):
     domain: str | dict[str, PlacementSpec] = Field(
         description="dense, expert, ep_sum, or placements by axis such as {ep: shard, edp: avg}"
     )
-    name: str | None = Field(None, description="label of the domain in logs; needed for placements by axis")
+    name: str | None = Field(None, description="label of the domain in logs; made from the placements if not given")
     rest: Literal["shard", "replicate"] | None = Field(
         None, description="placement along axes that are not listed; without it they must be listed (fail closed)"
     )

@@ -65,6 +65,14 @@ class ProcessGroups:
             return torch.device(accelerator.type, torch.accelerator.current_device_index())
         return torch.device(types[0])
 
+    @classmethod
+    def shared(cls) -> ProcessGroups:
+        """One set of groups for all calls without ``attach``; a new one after the default group has changed."""
+        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if not _SHARED or _SHARED[0][0] is not world:
+            _SHARED[:] = [(world, cls())]
+        return _SHARED[0][1]
+
     def close(self) -> None:
         """Destroy the groups created here; the framework's stay."""
         for group in self._created:
@@ -72,6 +80,9 @@ class ProcessGroups:
                 dist.destroy_process_group(group)
         self._created.clear()
         self._groups.clear()
+
+
+_SHARED: list[tuple[ProcessGroup | None, ProcessGroups]] = []
 
 
 def packed_dtype(group: ProcessGroup | None, device: torch.device) -> torch.dtype:

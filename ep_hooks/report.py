@@ -6,7 +6,7 @@ import fnmatch
 import io
 import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -45,19 +45,19 @@ def announce_off() -> None:
         print(f"ep_hooks {__version__} | mode off: nothing is changed", file=sys.stderr, flush=True)
 
 
-def banner(session: Session, counts: dict[str, int]) -> str:
-    """One line: versions, axes, parameters by domain over all ranks, mode."""
+def banner(session: Session, counts: Mapping[str, Sequence[int]]) -> str:
+    """One line: versions, axes, parameters by domain on each rank (fewest to most), mode."""
     sizes: dict[str, int] = {}
     for axes in session.topology.factorisations.values():
         for axis in axes:
             sizes[axis.name] = max(map(len, axis.groups), default=1)
     axes_text = " ".join(f"{name} {size}" for name, size in sizes.items()) or "no named axis"
-    parameters = " / ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no trainable"
+    parameters = " / ".join(f"{_span(by_rank)} {name}" for name, by_rank in sorted(counts.items())) or "no trainable"
     host = " ".join(f"{label} {value}" for label, value in session.adapter.facts if "version" in label)
     experts = "" if any(name not in ("dense",) for name in counts) else " | no expert parameter found"
     return (
         f"ep_hooks {__version__} | {session.adapter.name} torch {torch.__version__} {host}".rstrip()
-        + f" | {len(session.topology.ranks)} rank(s): {axes_text} | {parameters} parameters{experts}"
+        + f" | {len(session.topology.ranks)} rank(s): {axes_text} | {parameters} parameters a rank{experts}"
         + f" | mode {session.mode}"
         + "".join(f"\n  repaired: {line}" for line in session.repaired)
     )
@@ -138,13 +138,15 @@ def symbolic_plan(
     for label, domain in kinds:
         replicas = {domain.resolve(topology, rank).replicas for rank in topology.ranks}
         first = domain.resolve(topology, 0)
-        body.append((label, first.text, str(len(replicas)), str(len(first.replicas)), _ranks(first.replicas),
-                     f"1/{len(first.replicas)} each"))  # fmt: skip
+        words = [word.split(":") for word in first.text.split() if ":" in word]
+        over = " x ".join(axis for axis, kind in words if kind == "replicate") or "nobody"
+        holders = len(first.replicas)
+        body.append((label, first.text, f"{len(replicas):,}", over, _ranks(first.replicas), f"1/{holders} by each"))
     sizes = ", ".join(
         f"{name}: " + " x ".join(f"{axis.name} {len(axis.groups[0])}" for axis in axes)
         for name, axes in topology.factorisations.items()
     )
-    head = ("parameter", "placement", "pieces", "holders", "holders of rank 0's piece", "counted")
+    head = ("parameter", "placement", "pieces", "reduced over", "rank 0's piece is held by", "counted")
     return render(head, body, title=f"{world_size} ranks; {sizes}")
 
 
@@ -194,17 +196,15 @@ def render(head: Sequence[str], body: Iterable[Sequence[str]], *, title: str = "
     return sink.getvalue().rstrip()
 
 
-def _counts(session: Session) -> dict[str, int]:
-    """Parameters by domain over all ranks, each piece once."""
-    mine = {
-        name: sum(entry.domain.replicas[0] == session.rank for entry in session.entries if entry.domain.name == name)
-        for name in session.table.domains()
-    }
-    total: dict[str, int] = {}
-    for other in gather_objects(mine, session.group):
-        for name, count in other.items():
-            total[name] = total.get(name, 0) + count
-    return total
+def _counts(session: Session) -> dict[str, list[int]]:
+    """Parameters by domain on every rank of the rank set, in its order."""
+    mine = {name: sum(entry.domain.name == name for entry in session.entries) for name in session.table.domains()}
+    gathered = gather_objects(mine, session.group)
+    return {name: [other.get(name, 0) for other in gathered] for name in session.agreed.domains}
+
+
+def _span(counts: Sequence[int]) -> str:
+    return str(counts[0]) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

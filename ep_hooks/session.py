@@ -92,6 +92,7 @@ class Session:
         self.coefficient: Tensor | None = None
         self.skip_step = False
         self.found_inf: Tensor | None = None
+        self.process_groups = ProcessGroups.shared() if ad_hoc else ProcessGroups()
         self._set_up(first=True)
 
     # ---- set-up -------------------------------------------------------------------------------------------------
@@ -112,7 +113,8 @@ class Session:
                 topology = Topology(tuple(range(dist.get_world_size())))
         self.topology, self.table = topology, table
         self.repaired = repaired if first else self.repaired
-        self.process_groups = ProcessGroups(self.adapter.groups() if is_distributed() else ())
+        for group in self.adapter.groups() if is_distributed() else ():
+            self.process_groups.add(group)
         many = len(topology.ranks) > 1
         self.group = self.process_groups.get(topology.ranks) if many else None
         raise_together(error, topology.ranks, self.group)
@@ -187,7 +189,8 @@ class Session:
     def close(self) -> None:
         """Take back what the adapter set, and destroy the process groups created here."""
         self.adapter.undo_repair()
-        self.process_groups.close()
+        if not self.ad_hoc:
+            self.process_groups.close()
 
     # ---- each step ----------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from ep_hooks.errors import TopologyError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Axis", "Groups", "Topology", "axes_of_mesh"]
+__all__ = ["Axis", "Groups", "Topology", "axes_of_mesh", "axis_names"]
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -54,6 +54,11 @@ class Axis:
     def group_of(self, rank: int) -> tuple[int, ...]:
         """Ranks along this axis from ``rank``, in coordinate order; ``(rank,)`` if the axis does not hold it."""
         return self._group_of.get(rank, (rank,))
+
+    def agrees_with(self, other: Axis) -> bool:
+        """Whether no rank has different neighbours on the two axes; each may leave out ranks that the other has."""
+        mine = {rank: group for group in self.groups if len(group) > 1 for rank in group}
+        return all(mine.get(rank, group) == group for group in other.groups if len(group) > 1 for rank in group)
 
     def size(self, rank: int) -> int:
         """Number of ranks along this axis from ``rank``."""
@@ -90,11 +95,13 @@ class Topology:
                         f"outside the rank set {_ranks_text(self.ranks)}"
                     )
                 known = self._axes_by_name.setdefault(axis.name, axis)
-                if {g for g in known.groups if len(g) > 1} != {g for g in axis.groups if len(g) > 1}:
+                if not known.agrees_with(axis):
                     raise TopologyError(
                         f"axis {axis.name!r} means different ranks in two meshes: {known.groups} and {axis.groups}. "
                         "Give the two axes different names (for example 'dp' and 'edp')."
                     )
+                if len(axis.groups) > len(known.groups):  # the other mesh covers a part of the ranks, say one stage
+                    self._axes_by_name[axis.name] = axis
 
     @cached_property
     def _axes_by_name(self) -> dict[str, Axis]:
@@ -152,8 +159,7 @@ class Topology:
     def from_meshes(cls, meshes: Iterable[DeviceMesh]) -> Topology:
         """Topology from device meshes; a sub-mesh brings its whole root mesh's ranks.
 
-        The rank set is the union of the root meshes' ranks. Mesh dimensions must be named, since a domain
-        names its axes. Runs no collective.
+        The rank set is the union of the root meshes' ranks. Runs no collective.
         """
         ranks: set[int] = set()
         factorisations: dict[str, tuple[Axis, ...]] = {}
@@ -164,6 +170,8 @@ class Topology:
             if mesh is not root:  # flattened or sliced dimensions that the root does not name
                 axes += tuple(axis for axis in axes_of_mesh(mesh) if axis.name not in {a.name for a in axes})
             name = "x".join(axis.name for axis in axes)
+            while factorisations.get(name, axes) != axes:
+                name += "'"
             factorisations[name] = axes
         if not ranks:
             raise TopologyError("no device mesh was given")
@@ -206,33 +214,33 @@ class Topology:
         """(axis name, short hash of its groups) of every axis whose groups are all known here, sorted by name."""
         found = []
         for name, axis in sorted(self._axes_by_name.items()):
-            if axis.complete:
+            if axis.complete and {rank for group in axis.groups for rank in group} == set(self.ranks):
                 text = repr(sorted(group for group in axis.groups if len(group) > 1))
                 found.append((name, hashlib.blake2b(text.encode(), digest_size=8).hexdigest()))
         return tuple(found)
 
 
 def axes_of_mesh(mesh: DeviceMesh) -> tuple[Axis, ...]:
-    """One axis per mesh dimension.
+    """One axis per mesh dimension, under the names of :func:`axis_names`.
 
     All slices of a sub-mesh are listed where torch tells them (``DeviceMesh._layout``, torch >= 2.9), else
     only the slice that holds the calling rank.
     """
-    names = mesh.mesh_dim_names
-    if names is None:
-        raise TopologyError(
-            f"{mesh} has unnamed dimensions; pass mesh_dim_names to init_device_mesh, since domains name their axes"
-        )
     layout, rank_map = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
     if layout is not None and rank_map is not None:
         slices, complete = layout.remap_to_tensor(rank_map), True
     else:
         slices, complete = mesh.mesh.unsqueeze(0), False
     axes = []
-    for dim, name in enumerate(names):
+    for dim, name in enumerate(axis_names(mesh)):
         lines = slices.movedim(dim + 1, -1).reshape(-1, slices.shape[dim + 1]).tolist()
         axes.append(Axis(name, tuple(sorted({tuple(line) for line in lines})), complete))
     return tuple(axes)
+
+
+def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Names of a mesh's dimensions; unnamed ones (``fully_shard(model)`` makes such meshes) are called by place."""
+    return mesh.mesh_dim_names or tuple(f"dim{i}of{mesh.ndim}x{size}" for i, size in enumerate(mesh.shape))
 
 
 def _root_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial as PartialPlacement
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -24,12 +25,12 @@ from torch.optim import Optimizer
 from ep_hooks.adapter import Phase
 from ep_hooks.config import EPHooksConfig
 from ep_hooks.domains import REPLICATE, SHARD, Domain, Evidence, EvidenceKind, Placement, partial
-from ep_hooks.errors import DomainError, TooLateError, UnsupportedError
+from ep_hooks.errors import TooLateError, UnsupportedError
 from ep_hooks.groups import is_distributed
 from ep_hooks.modes import Mode
 from ep_hooks.names import logical_name, shorten
 from ep_hooks.table import Entry, ParameterTable, Source
-from ep_hooks.topology import Topology
+from ep_hooks.topology import Topology, axis_names
 
 from .ddp_watch import start_watching, stop_watching, wrappers_of
 
@@ -126,6 +127,12 @@ class PyTorchAdapter:
 
     def sources(self, topology: Topology) -> Iterator[Source]:
         """Trainable parameters with the evidence that torch itself gives."""
+        for module in self._modules():
+            if isinstance(module, FullyShardedDataParallel):
+                raise UnsupportedError(
+                    "FSDP1 (FullyShardedDataParallel) keeps flat shards that say nothing of their parameters; "
+                    "use fully_shard (FSDP2)"
+                )
         suspects, named = self._suspects(topology), self.module is not None
         reduced_by_ddp = self._reduced_by_ddp()
         sharded_by_fsdp = any(isinstance(parameter, DTensor) for _, parameter in self._parameters())
@@ -342,11 +349,8 @@ def _holds_unsharded_gradient(fsdp_param: Any) -> bool:
 
 
 def _placed(name: str, tensor: DTensor) -> dict[str, Placement]:
-    names = tensor.device_mesh.mesh_dim_names
-    if names is None:
-        raise DomainError(f"{name}: its device mesh {tensor.device_mesh} has unnamed dimensions, name them")
     placed = {}
-    for axis, placement in zip(names, tensor.placements, strict=True):
+    for axis, placement in zip(axis_names(tensor.device_mesh), tensor.placements, strict=True):
         if placement.is_replicate():
             placed[axis] = REPLICATE
         elif isinstance(placement, PartialPlacement):
@@ -359,5 +363,5 @@ def _placed(name: str, tensor: DTensor) -> dict[str, Placement]:
 
 
 def _mesh_text(tensor: DTensor) -> str:
-    names = tensor.device_mesh.mesh_dim_names or ()
-    return "DTensor on (" + ", ".join(f"{n}: {p}" for n, p in zip(names, tensor.placements, strict=False)) + ")"
+    placed = zip(axis_names(tensor.device_mesh), tensor.placements, strict=True)
+    return "DTensor on (" + ", ".join(f"{name}: {placement}" for name, placement in placed) + ")"

@@ -94,7 +94,7 @@ class Outcome:
         return (error if isinstance(error, str) else error.__name__) in self.error_bases
 
 
-class RankFailure(AssertionError):
+class RankFailure(AssertionError):  # noqa: N818 - a test failure, not an error of the code
     """At least one rank raised, died or hung. ``outcomes`` holds what every rank did."""
 
     def __init__(self, what: str, outcomes: Sequence[Outcome]) -> None:
