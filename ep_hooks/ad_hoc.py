@@ -8,7 +8,7 @@ all-reduce. So it joins that all-reduce with zeros and a request; the others see
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ list must change on all ranks together."""
 def session_for(
     key: tuple[Any, ...],
     parameters: Sequence[Tensor],
-    adapter: Adapter,
+    make_adapter: Callable[[], Adapter],
     config: EPHooksConfig,
     mode: Mode,
     norm_type: float,
@@ -48,7 +48,7 @@ def session_for(
 
     Args:
         key: what else distinguishes calls: meshes, group, assumptions.
-        adapter: used if the parameters are new.
+        make_adapter: called if the parameters are new.
         norm_type: of the call, since the collective that a new rank joins depends on it.
     """
     key = (*key, mode, tuple(map(id, parameters)))
@@ -58,6 +58,7 @@ def session_for(
         if all(reference() is parameter for reference, parameter in zip(references, parameters, strict=True)):
             return session
         _SESSIONS.pop(key)[1].close()
+    adapter = make_adapter()
     ranks = _rank_set(adapter)
     group = _AGREED.get(ranks)
     if group is not None and group is _group(ranks):

@@ -274,6 +274,8 @@ def handle_of(parameters: Iterable[Tensor]) -> Handle | None:
 
 
 def _handle_of(parameters: Sequence[Tensor]) -> Handle | None:
+    if not _HANDLES:
+        return None
     for parameter in parameters:
         # A LoRA model has many frozen parameters, and a look-up costs microseconds.
         handle: Handle | None = _ATTACHED.get(parameter) if parameter.requires_grad else None
@@ -314,8 +316,11 @@ def _ad_hoc_session(
         default = Evidence(EvidenceKind.ASSUMED, "assume='replicated'", Domain.replicated()) if assume else None
     # Weights are the caller's business here: nothing was attached.
     config = load_config({"ranks": ranks, "sync": {"broadcast": False}})
-    adapter = _pytorch_adapter(module if module is not None else list(given), config, meshes=meshes, default=default)
-    return session_for((module is not None, ranks, assume, meshes), given, adapter, config, mode, norm_type)
+
+    def make() -> Adapter:
+        return _pytorch_adapter(module if module is not None else given, config, meshes=meshes, default=default)
+
+    return session_for((module is not None, ranks, assume, meshes), given, make, config, mode, norm_type)
 
 
 def _ranks(group: ProcessGroup | None) -> tuple[int, ...] | None:

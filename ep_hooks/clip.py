@@ -31,20 +31,20 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     return torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
 
 
-def scale_gradients(gradients: Iterable[Tensor | None], coefficient: Tensor) -> None:
-    """Multiply all gradients by ``coefficient`` in place; never rebinds a gradient.
+def scale_gradients(gradients: Iterable[Tensor | None], coefficient: Tensor | None) -> None:
+    """Multiply all gradients by ``coefficient`` in place, or zero them for ``None``; never rebinds a gradient.
 
-    On CPU the write is skipped when it would multiply by 1. On an accelerator the multiplication is unconditional:
-    looking at the coefficient would wait for the device.
+    On an accelerator the multiplication is unconditional: looking at the coefficient would wait for the device. On CPU
+    callers leave it out where it would multiply by 1.
     """
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         if gradient is not None and gradient.numel():
             by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, _), tensors in by_kind.items():
-        if device.type == "cpu":
-            factor = float(coefficient)
-            if factor != 1.0:
-                torch._foreach_mul_(tensors, factor)
+        if coefficient is None:
+            torch._foreach_zero_(tensors)
+        elif device.type == "cpu":
+            torch._foreach_mul_(tensors, float(coefficient))
         else:
             torch._foreach_mul_(tensors, coefficient.to(device))

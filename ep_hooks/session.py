@@ -285,12 +285,11 @@ class Session:
         if self.mode is not Mode.ENFORCE:
             return verdict
         action = decide(verdict, self.config, error_if_nonfinite=error_if_nonfinite)
-        gradients = self._selected(self.adapter.gradients(self.entries, Phase.READY), only)
-        with torch.no_grad():
-            if action is Action.ZERO:
-                torch._foreach_zero_([gradient for gradient in gradients if gradient is not None])
-            elif action is Action.CLIP and not math.isinf(max_norm):
-                scale_gradients(gradients, self.coefficient)
+        unchanged = math.isinf(max_norm) or (self.host_decides and float(self.coefficient) == 1)
+        if action is Action.ZERO or (action is Action.CLIP and not unchanged):
+            gradients = self._selected(self.adapter.gradients(self.entries, Phase.READY), only)
+            with torch.no_grad():
+                scale_gradients(gradients, None if action is Action.ZERO else self.coefficient)
         self.skip_step = action is Action.SKIP
         if self._pending:
             self.mark_reduced()

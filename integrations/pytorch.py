@@ -83,6 +83,8 @@ class PyTorchAdapter:
         self._optimizers = tuple(optimizers)
         self._containers = (*config.expert_containers, *containers)
         self._ignored_before: list[tuple[nn.Module, Any]] = []
+        self._entries: Sequence[Entry] = ()
+        self._dtensors: Sequence[Entry] = ()
         self._registrations = 0
         self._registered_at = -1
         self._identity = 0
@@ -244,7 +246,9 @@ class PyTorchAdapter:
     def partials(self, entries: Sequence[Entry]) -> Mapping[str, Mapping[str, Placement]]:
         """Gradients that are ``Partial`` DTensors, or laid out otherwise than their parameter."""
         found = {}
-        for entry in entries:
+        if self._entries is not entries:
+            self._entries, self._dtensors = entries, [e for e in entries if isinstance(e.source.parameter, DTensor)]
+        for entry in self._dtensors:
             gradient = entry.source.parameter.grad
             if isinstance(gradient, DTensor) and gradient.placements != entry.source.parameter.placements:  # type: ignore[attr-defined]  # a DTensor's gradient is one
                 found[entry.source.id] = _placed(entry.id, gradient)
