@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ep_hooks.errors import TopologyError
+from ep_hooks.topology import Axis, Topology
 
-__all__ = ["ProcessGroups", "distributed_rank", "is_distributed", "packed_dtype"]
+__all__ = ["ProcessGroups", "distributed_rank", "is_distributed", "packed_dtype", "topology_from_groups"]
 
 
 def is_distributed() -> bool:
@@ -80,6 +81,38 @@ class ProcessGroups:
                 dist.destroy_process_group(group)
         self._created.clear()
         self._groups.clear()
+
+
+def topology_from_groups(
+    factorisations: Mapping[str, Mapping[str, ProcessGroup]], group: ProcessGroup | None = None
+) -> Topology:
+    """Topology of a framework that keeps process groups instead of a mesh.
+
+    Args:
+        factorisations: name -> {axis: this rank's group along it}, on every rank with the same names; a rank that is
+            alone on an axis may leave it out.
+        group: the rank set; all ranks if ``None``.
+
+    One ``all_gather_object`` over ``group``, since a rank knows only its own groups.
+    """
+    mine = {
+        name: {axis: tuple(dist.get_process_group_ranks(pg)) for axis, pg in axes.items()}
+        for name, axes in factorisations.items()
+    }
+    gathered: list[dict[str, dict[str, tuple[int, ...]]]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, mine, group=group)
+    listed: dict[str, dict[str, set[tuple[int, ...]]]] = {}
+    for other in gathered:
+        for name, axes in other.items():
+            for axis, ranks in axes.items():
+                listed.setdefault(name, {}).setdefault(axis, set()).add(ranks)
+    return Topology(
+        tuple(sorted(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))),
+        {
+            name: tuple(Axis(axis, tuple(sorted(groups))) for axis, groups in axes.items())
+            for name, axes in listed.items()
+        },
+    )
 
 
 _SHARED: list[tuple[ProcessGroup | None, ProcessGroups]] = []
