@@ -25,6 +25,7 @@ from ep_hooks.declarations import declaration_of
 from ep_hooks.domains import Placement
 from ep_hooks.errors import AlreadyReducedError, UnfinishedGradientError
 from ep_hooks.groups import ProcessGroups, distributed_rank, is_distributed
+from ep_hooks.host_copy import HostCopy
 from ep_hooks.modes import Mode
 from ep_hooks.names import shorten
 from ep_hooks.norm import Packed, Verdict, Views, check_norm_type, local_views, packed_norm, rescaled_norm
@@ -60,6 +61,18 @@ class Answer:
     missing: dict[str, tuple[int, ...]] = field(default_factory=dict)
     partials: dict[str, dict[str, Placement]] = field(default_factory=dict)
     changed: bool = False
+
+
+@dataclass
+class _Told:
+    """What this rank has to tell of one step, and the number of requests of all ranks in it."""
+
+    requests: HostCopy
+    problem: Exception | None
+    missing: frozenset[int]
+    partials: dict[str, dict[str, Placement]]
+    changed: bool
+    suspects: list[tuple[Key, str, Tensor]]
 
 
 class Session:
@@ -174,6 +187,7 @@ class Session:
         self.dtype = torch.float64 if self.agreed.wide else torch.float32
         self._assumed = self.agreed.assumed
         self._settled = False
+        self._told: _Told | None = None
         self._suspects: list[tuple[Key, str, Tensor]] = []
         self._parameters = self.adapter.parameter_count()
 
@@ -201,13 +215,19 @@ class Session:
             norm_type: p >= 1 or inf.
             only: indices of the entries that count; all if ``None``.
 
-        Collectives: one per bucket of pending reductions and one for the norm. On CPU, where looking at the result
-        is free, more of them in the rare step in which some rank has something to tell.
+        Collectives: one per bucket of pending reductions and one for the norm; more in the rare step in which some
+        rank has something to tell. On CPU that is the same step. With an accelerator, where looking at the result
+        would wait for the device, it is the same step right after a plan was made, and the next one later on: until
+        then the plan's own parameters count, and a rank with an error counts nothing.
 
         Raises:
             UnfinishedGradientError, AlreadyReducedError, UndeclaredParameterError: on all ranks together.
         """
         norm_type = check_norm_type(norm_type)
+        if self._told is not None:
+            told, self._told = self._told, None
+            if told.requests.read() > 0:
+                self._settle(told)
         while True:
             verdict = self._measure_once(norm_type, only)
             if verdict is not None:
@@ -221,7 +241,8 @@ class Session:
         changed = self.adapter.parameter_count() != self._parameters
         partials = self._new_partials()
         # A rank that knows that the step cannot go on still takes part in what the others run, then tells them.
-        idle = problem is not None or changed or bool(partials)
+        decides = self.host_decides or not self._settled
+        idle = problem is not None or bool(partials) or (changed and decides)
         if self.ad_hoc and self.agreed.reductions and self.host_decides:
             # A rank to which the parameters are new cannot join the buckets: ask before they run.
             control = packed_norm({}, len(self.slots), norm_type, self.group, self.device)
@@ -242,21 +263,20 @@ class Session:
             self.group,
             self.device,
             found_inf=self.found_inf,
-            requests=self._requests(idle or missing != self._absent),
+            requests=self._requests(idle or changed or missing != self._absent),
         )
-        if self._must_talk(packed.requests):
-            if problem is None and (found := self._suspicion()):
-                problem = AlreadyReducedError(found)
-            without = {self.entries[i].id: self.entries[i].domain.replicas for i in missing}
-            replanned = self._talk(Answer(portable(problem), without, partials, changed), problem)
-            self._absent = frozenset() if replanned else missing
+        told = _Told(HostCopy(packed.requests), problem, missing, partials, changed, self._suspects)
+        if not decides:
+            self._told = told
+        elif self._must_talk(packed.requests):
+            self._settle(told)
             return None
         if self.mode is not Mode.OBSERVE:
             self._store(reduced)
         verdict = packed.verdict(self.slots, norm_type, self.dtype, self.device)
         if self.host_decides and bool((packed.flags > 0).any()):
             verdict = self._second_look(views, norm_type, packed)
-        if self._assumed and self.host_decides and float(verdict.norm) != 0:
+        if self._assumed and float(verdict.norm) != 0:
             self._assumed = False
             check_assumptions(self.entries, gradients, self.topology.ranks, self.group, self.process_groups)
         return verdict
@@ -353,13 +373,10 @@ class Session:
     def _must_talk(self, requests: Tensor) -> bool:
         """Whether some rank has asked for a round of talk. The same answer on every rank.
 
-        Reading the number waits for the device. It is free on CPU; with an accelerator it is read in the first step
-        after each plan only.
+        Reading the number waits for the device, which is free on CPU.
         """
-        if not self.host_decides and self._settled:
-            return False
         self._settled = True
-        if self.config.sync.already_reduced == "warn" and (found := self._suspicion()):
+        if self.config.sync.already_reduced == "warn" and (found := self._suspicion(self._suspects)):
             logger.warning("ep_hooks: %s", found)
         return bool(requests > 0)
 
@@ -393,6 +410,15 @@ class Session:
         seen = self.adapter.partials(self.entries)
         known = self._seen_partials
         return {name: dict(axes) for name, axes in seen.items() if known.get(name) != dict(axes)}
+
+    def _settle(self, told: _Told) -> None:
+        """Some rank has something to tell: exchange it, raise together or go on with what all know now."""
+        error = told.problem
+        if error is None and (found := self._suspicion(told.suspects)):
+            error = AlreadyReducedError(found)
+        missing = {self.entries[i].id: self.entries[i].domain.replicas for i in told.missing}
+        replanned = self._talk(Answer(portable(error), missing, told.partials, told.changed), error)
+        self._absent = frozenset() if replanned else told.missing
 
     def _talk(self, mine: Answer, error: Exception | None = None) -> bool:
         """Every rank has seen that some rank has something to say: exchange it, then raise or plan again together.
@@ -429,8 +455,8 @@ class Session:
         self._slices = plan_norm(items, self.rank)
         return False
 
-    def _suspicion(self) -> str:
-        found = [f"{key[0]} over {axis}" for key, axis, flag in self._suspects if bool(flag)]
+    def _suspicion(self, suspects: Sequence[tuple[Key, str, Tensor]]) -> str:
+        found = [f"{key[0]} over {axis}" for key, axis, flag in suspects if bool(flag)]
         if not found:
             return ""
         return (

@@ -338,6 +338,35 @@ def test_one_collective_for_the_norm_and_one_per_bucket() -> None:
         assert sum(n for op, n in count.items() if op.startswith("c10d::")) == 3, count
 
 
+def _told_later() -> list[str]:
+    """With an accelerator: a problem of one rank in the second step is raised by all in the third."""
+    model = Tiny()
+    handle = ep_hooks.attach(model, config=_config())
+    session = handle.session
+    type(session).host_decides = property(lambda self: False)  # type: ignore[method-assign, misc]  # undone below
+    seen = []
+    try:
+        for step in range(5):
+            _backward(model, step)
+            if step == 1 and dist.get_rank() == 1:
+                session.adapter.unfinished = lambda: "made up by the test"  # type: ignore[method-assign]  # one rank only
+            try:
+                seen.append(f"{float(session.measure().norm) / _truth(model):.6f}")
+            except ep_hooks.EPHooksError as error:
+                seen.append(type(error).__name__)
+            vars(session.adapter).pop("unfinished", None)
+    finally:
+        type(session).host_decides = HOST_DECIDES  # type: ignore[method-assign]  # as it was
+        handle.remove()
+    return seen
+
+
+def test_with_an_accelerator_an_error_of_one_rank_is_raised_by_all_one_step_later() -> None:
+    for seen in run_ranks(_told_later, 2):
+        assert seen[0] == seen[3] == seen[4] == "1.000000"
+        assert seen[2] == "UnfinishedGradientError"
+
+
 def test_the_accelerator_path_never_waits_for_the_host() -> None:
     for shared in (False, True):
         for count, _ in run_ranks(_cost, 2, shared, True, 25.0):
