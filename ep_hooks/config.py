@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from ep_hooks.domains import REPLICATE, SHARD, Domain, Placement, partial
 from ep_hooks.errors import ConfigError, DomainError
 from ep_hooks.modes import Mode, resolve_mode
-from ep_hooks.table import Rule
+from ep_hooks.rules import Rule
 from ep_hooks.topology import Axis, Topology
 
 __all__ = [

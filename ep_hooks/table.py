@@ -7,7 +7,6 @@ as *assumed*. Shape, name and a fallback placement are never evidence.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,28 +16,10 @@ from torch import Tensor
 from ep_hooks.domains import Domain, Evidence, EvidenceKind, Placement, ResolvedDomain
 from ep_hooks.errors import DomainError, UndeclaredParameterError
 from ep_hooks.plan import BucketItem, Holding, PlanItem
+from ep_hooks.rules import Rule
 from ep_hooks.topology import Topology
 
-__all__ = ["Entry", "ParameterTable", "Rule", "Source", "classify"]
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A domain declared for all parameters whose logical name matches a glob.
-
-    Attributes:
-        match: glob over the whole logical name; ``*`` crosses dots.
-        domain: the declared domain.
-        id: logical id to use instead of the name: ties parameters that have different names on different ranks.
-    """
-
-    match: str
-    domain: Domain
-    id: str | None = None
-
-    def matches(self, name: str) -> bool:
-        """Whether the rule applies to the parameter with this logical name."""
-        return fnmatch.fnmatchcase(name, self.match)
+__all__ = ["Entry", "ParameterTable", "Source", "classify"]
 
 
 @dataclass(frozen=True, eq=False)

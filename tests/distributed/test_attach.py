@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ep_hooks
+from ep_hooks.session import Session
 from tests.support.ranks import run_ranks
 
 RULES = [{"match": "expert*", "domain": "expert"}, {"match": "shared*", "domain": "ep_sum"}]
@@ -325,7 +326,7 @@ def _cost(shared: bool, accelerator: bool, bucket_mb: float) -> tuple[Counter[st
     return ops.count, ops.largest
 
 
-HOST_DECIDES = ep_hooks.api.Session.__dict__["host_decides"]
+HOST_DECIDES = Session.__dict__["host_decides"]
 
 
 def test_one_collective_for_the_norm_and_one_per_bucket() -> None:
