@@ -132,13 +132,9 @@ def installed_version(distribution: str) -> str | None:
 
 
 def is_tested(found: str, tested: tuple[str, str]) -> bool:
-    """Whether version ``found`` lies within ``tested``, ends included.
-
-    A patch release of the highest version counts as tested (2.13.1 after 2.13.0); a pre-release comes before its
-    release.
-    """
-    (lowest, highest), (numbers, final) = map(_order, tested), _order(found)
-    return lowest <= (numbers, final) and (numbers[: max(2, len(highest[0]) - 1)], final) <= highest
+    """Whether version ``found`` lies within ``tested``, ends included. A pre-release comes before its release."""
+    lowest, highest = tested
+    return _order(lowest) <= _order(found) <= _order(highest)
 
 
 def _found() -> dict[str, EntryPoint]:
