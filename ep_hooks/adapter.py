@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 
 from ep_hooks.domains import Evidence, Placement
 from ep_hooks.modes import Mode
@@ -42,6 +43,9 @@ class Adapter(Protocol):
     @property
     def facts(self) -> Sequence[tuple[str, str]]:
         """(label, value) that must be equal on all ranks: host versions and modes."""
+
+    optimizers: Sequence[Optimizer]
+    """Optimizers over the model, to notice parameters that are added to them."""
 
     @property
     def default(self) -> Evidence | None:

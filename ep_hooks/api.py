@@ -26,6 +26,7 @@ from ep_hooks.config import EPHooksConfig, load_config
 from ep_hooks.domains import Domain, Evidence, EvidenceKind
 from ep_hooks.errors import ConfigError
 from ep_hooks.groups import distributed_rank, is_distributed
+from ep_hooks.hosts import mode_on_host
 from ep_hooks.modes import Mode, resolve_mode
 from ep_hooks.norm import Verdict, check_norm_type
 from ep_hooks.optimizer_hooks import OptimizerHooks, unwrap_optimizer
@@ -75,6 +76,20 @@ class Handle:
         if self.hooks is not None:
             self.hooks.clipped()
         return verdict
+
+    def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Hook further optimizers over the model. Call it on all ranks."""
+        session = self._live()
+        known = self.hooks.optimizers if self.hooks is not None else ()
+        new = [optimizer for optimizer in optimizers if all(optimizer is not other for other in known)]
+        if not new:
+            return
+        if self.hooks is not None:
+            unwatch_scalers(self.hooks)
+            self.hooks.remove()
+        session.adapter.optimizers = (*known, *new)
+        self.refresh()
+        self.hooks = _hook(session, session.adapter.optimizers)
 
     def refresh(self) -> None:
         """Classify again after parameters were added, frozen or replaced. Call it on all ranks."""
@@ -140,7 +155,7 @@ def attach(
         TooLateError: DDP already averages a parameter that is declared otherwise.
     """
     loaded = load_config(config)
-    chosen = loaded.resolved_mode(mode)
+    chosen = mode_on_host(loaded.resolved_mode(mode), registry.adapter("fsdp2").tested_versions, loaded)
     if chosen is Mode.OFF:
         report.announce_off()
         return Handle(None, loaded, None)
@@ -164,10 +179,16 @@ def attach_adapter(adapter: Any, config: EPHooksConfig, mode: Mode, optimizers: 
     """Build a session over ``adapter``, announce it, and hook the optimizers. For adapters of frameworks."""
     session = Session(adapter, config, mode)
     report.announce(session)
-    hooks = OptimizerHooks(session, optimizers) if optimizers else None
-    if hooks is not None and mode in (Mode.REPAIR, Mode.ENFORCE):
+    return Handle(session, config, _hook(session, optimizers))
+
+
+def _hook(session: Session, optimizers: Sequence[Optimizer]) -> OptimizerHooks | None:
+    if not optimizers:
+        return None
+    hooks = OptimizerHooks(session, optimizers)
+    if session.mode in (Mode.REPAIR, Mode.ENFORCE):
         watch_scalers(hooks)
-    return Handle(session, config, hooks)
+    return hooks
 
 
 def clip_grad_norm_(

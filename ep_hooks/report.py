@@ -23,7 +23,17 @@ from ep_hooks.table import Entry
 from ep_hooks.topology import Topology
 from ep_hooks.version import __version__
 
-__all__ = ["announce", "announce_off", "banner", "explain", "explain_name", "log_difference", "symbolic_plan", "table"]
+__all__ = [
+    "announce",
+    "announce_off",
+    "banner",
+    "explain",
+    "explain_name",
+    "log_difference",
+    "say",
+    "symbolic_plan",
+    "table",
+]
 
 logger = logging.getLogger("ep_hooks")
 
@@ -45,6 +55,11 @@ def announce_off() -> None:
         print(f"ep_hooks {__version__} | mode off: nothing is changed", file=sys.stderr, flush=True)
 
 
+def say(text: str) -> None:
+    """One visible line."""
+    print(f"ep_hooks: {text}", file=sys.stderr, flush=True)
+
+
 def banner(session: Session, counts: Mapping[str, Sequence[int]]) -> str:
     """One line: versions, axes, parameters by domain on each rank (fewest to most), mode."""
     sizes: dict[str, int] = {}
@@ -53,13 +68,13 @@ def banner(session: Session, counts: Mapping[str, Sequence[int]]) -> str:
             sizes[axis.name] = max(map(len, axis.groups), default=1)
     axes_text = " ".join(f"{name} {size}" for name, size in sizes.items()) or "no named axis"
     parameters = " / ".join(f"{_span(by_rank)} {name}" for name, by_rank in sorted(counts.items())) or "no trainable"
-    host = " ".join(f"{label} {value}" for label, value in session.adapter.facts if "version" in label)
+    facts = [(label.removesuffix(" version"), value) for label, value in session.adapter.facts if "version" in label]
+    hosts = ", ".join(f"{label} {value}" for label, value in [*facts, ("torch", torch.__version__)])
     experts = "" if any(name not in ("dense",) for name in counts) else " | no expert parameter found"
     return (
-        f"ep_hooks {__version__} | {session.adapter.name} torch {torch.__version__} {host}".rstrip()
-        + f" | {len(session.topology.ranks)} rank(s): {axes_text} | {parameters} parameters a rank{experts}"
-        + f" | mode {session.mode}"
-        + "".join(f"\n  repaired: {line}" for line in session.repaired)
+        f"ep_hooks {__version__} | {hosts} | {len(session.topology.ranks)} rank(s): {axes_text}"
+        f" | {parameters} parameters a rank{experts}"
+        f" | mode {session.mode}" + "".join(f"\n  repaired: {line}" for line in session.repaired)
     )
 
 

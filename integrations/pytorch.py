@@ -64,8 +64,6 @@ class PyTorchAdapter:
         containers: further classes (beside ``config.expert_containers``) whose modules hold experts.
     """
 
-    name = "pytorch"
-
     def __init__(
         self,
         parameters: nn.Module | Sequence[Tensor],
@@ -78,9 +76,11 @@ class PyTorchAdapter:
     ) -> None:
         self.module = parameters if isinstance(parameters, nn.Module) else None
         self._tensors = () if self.module is not None else tuple(parameters)  # type: ignore[arg-type]  # not a module
+        self.name = "pytorch"
+        self.facts: Sequence[tuple[str, str]] = ()
         self.config, self.default = config, default
         self._meshes = tuple(meshes)
-        self._optimizers = tuple(optimizers)
+        self.optimizers = tuple(optimizers)
         self._containers = (*config.expert_containers, *containers)
         self._ignored_before: list[tuple[nn.Module, Any]] = []
         self._entries: Sequence[Entry] = ()
@@ -94,11 +94,6 @@ class PyTorchAdapter:
             start_watching()
 
     # ---- set-up -------------------------------------------------------------------------------------------------
-
-    @property
-    def facts(self) -> Sequence[tuple[str, str]]:
-        """Nothing beyond what the core compares."""
-        return ()
 
     def topology(self) -> Topology:
         """Axes of the config and of all meshes over the union of their ranks."""
@@ -165,7 +160,7 @@ class PyTorchAdapter:
         if self._registered_at != self._registrations:
             self._registered_at = self._registrations
             self._identity = hash(tuple(id(parameter) for _, parameter in self._parameters()))
-        return self._identity + sum(len(group["params"]) for opt in self._optimizers for group in opt.param_groups)
+        return self._identity + sum(len(group["params"]) for opt in self.optimizers for group in opt.param_groups)
 
     def repair(self, table: ParameterTable, mode: Mode) -> Sequence[str]:
         """Keep DDP from averaging what is not replicated over its whole group.

@@ -1,0 +1,59 @@
+"""The demonstration: its model's gradients are those of one process, and its verdict is earned."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import run_ranks
+
+
+def _gradients() -> dict[str, float]:
+    """Largest relative difference of every gradient to that of one process with the whole model and all batches."""
+    from ep_hooks.integrations.demo.expert_parallel import make_expert_local
+    from ep_hooks.integrations.demo.text import TextBlocks
+    from ep_hooks.integrations.demo.worker import build_model
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    whole = build_model()
+    local = copy.deepcopy(whole)
+    make_expert_local(local)
+    text = TextBlocks(64)
+    rows = torch.stack([text[i]["input_ids"] for i in range(2 * world)])
+    whole(input_ids=rows, labels=rows).loss.backward()
+    mine = rows[2 * rank : 2 * rank + 2]
+    local(input_ids=mine, labels=mine).loss.backward()
+    true = {name: p.grad for name, p in whole.named_parameters()}
+    errors = {}
+    for name, parameter in local.named_parameters():
+        expected = true[name]
+        if ".experts." in name:
+            expected = expected.chunk(world)[rank]
+        else:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= world
+        errors[name] = float((parameter.grad - expected).norm() / (expected.norm() + 1e-12))
+    return errors
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradients_of_the_demo_model_are_those_of_one_process(world: int) -> None:
+    for errors in run_ranks(_gradients, world, timeout=120):
+        assert any(".experts." in name for name in errors)
+        assert max(errors.values()) < 1e-5, errors
+
+
+def test_demo_runs_and_shows_both_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from ep_hooks.integrations.demo.main import run_demo
+
+    plot = tmp_path / "demo.png"
+    assert run_demo(ranks=2, steps=3, plot=plot, max_norm=1.0) == 0
+    out = capfd.readouterr().out
+    assert "HF Trainer, stock" in out
+    assert "HF Trainer, ep_hooks" in out
+    assert "right on every rank in every step" in out
+    assert plot.read_bytes().startswith(b"\x89PNG")
