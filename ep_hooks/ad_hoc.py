@@ -76,7 +76,7 @@ def session_for(
 
 def _group(ranks: tuple[int, ...]) -> ProcessGroup | None:
     """The group of ``ranks`` today; another one if torch.distributed was initialised again."""
-    return ProcessGroups.shared().get(ranks) if is_distributed() else None
+    return ProcessGroups().get(ranks) if is_distributed() else None
 
 
 def _rank_set(adapter: Adapter) -> tuple[int, ...]:

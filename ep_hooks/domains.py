@@ -226,7 +226,9 @@ class Domain:
         factorisation = self._factorisation(topology)
         if not explicit:
             listed += self._rest(factorisation, [axis for axis, _ in listed], topology, rank)
-        sharing = [p.restricted(axis) for axis, p in listed if p.kind is not PlacementKind.SHARD]
+        # Ranks that add to a sum hold the piece; where holders are listed, others may add without holding it.
+        apart = (PlacementKind.SHARD, PlacementKind.PARTIAL) if explicit else (PlacementKind.SHARD,)
+        sharing = [p.restricted(axis) for axis, p in listed if p.kind not in apart]
         reductions = []
         for axis, placement in listed:
             group = placement.restricted(axis).group_of(rank)

@@ -29,32 +29,32 @@ class ProcessGroups:
     """Process groups keyed by their ranks.
 
     Groups are reused where one with the same ranks is known. Others are created with local synchronisation: only
-    their members take part, in the total order of the schedule, so that a job with ranks that never call works.
+    their members take part, in the total order of the schedule, so that a job with ranks that never call works. They
+    are kept for the life of the default group: a group that is destroyed and created again with the same ranks finds
+    the old one's entries in the store and waits for ranks that will never come (torch 2.13, gloo).
     """
 
-    def __init__(self, known: Iterable[ProcessGroup] = ()) -> None:
-        self._groups: dict[frozenset[int], ProcessGroup] = {}
-        self._created: list[ProcessGroup] = []
+    def __init__(self) -> None:
+        self._known: dict[frozenset[int], ProcessGroup] = {}
         if dist.is_available() and dist.is_initialized():
             self.add(dist.group.WORLD)
-        for group in known:
-            self.add(group)
 
     def add(self, group: ProcessGroup | None) -> None:
         """Make a framework's group available for reuse."""
         if isinstance(group, ProcessGroup):  # ranks outside a group hold a placeholder
-            self._groups.setdefault(frozenset(dist.get_process_group_ranks(group)), group)
+            self._known.setdefault(frozenset(dist.get_process_group_ranks(group)), group)
 
     def get(self, ranks: Sequence[int]) -> ProcessGroup:
         """The group of ``ranks``; created on first use (a collective among its members only)."""
         key = frozenset(ranks)
-        if key not in self._groups:
-            if not dist.is_initialized():
-                raise TopologyError(f"a collective over ranks {sorted(key)} needs torch.distributed to be initialised")
-            group = dist.new_group(sorted(key), use_local_synchronization=True)
-            self._groups[key] = group
-            self._created.append(group)
-        return self._groups[key]
+        if key in self._known:
+            return self._known[key]
+        if not dist.is_initialized():
+            raise TopologyError(f"a collective over ranks {sorted(key)} needs torch.distributed to be initialised")
+        created = _created()
+        if key not in created:
+            created[key] = dist.new_group(sorted(key), use_local_synchronization=True)
+        return created[key]
 
     def device(self, ranks: Sequence[int], preferred: torch.device) -> torch.device:
         """Where tensors for a collective over ``ranks`` must live: ``preferred`` if its backend serves it."""
@@ -66,21 +66,17 @@ class ProcessGroups:
             return torch.device(accelerator.type, torch.accelerator.current_device_index())
         return torch.device(types[0])
 
-    @classmethod
-    def shared(cls) -> ProcessGroups:
-        """One set of groups for all calls without ``attach``; a new one after the default group has changed."""
-        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        if not _SHARED or _SHARED[0][0] is not world:
-            _SHARED[:] = [(world, cls())]
-        return _SHARED[0][1]
 
-    def close(self) -> None:
-        """Destroy the groups created here; the framework's stay."""
-        for group in self._created:
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
-        self._created.clear()
-        self._groups.clear()
+_CREATED: list[tuple[ProcessGroup, dict[frozenset[int], ProcessGroup]]] = []
+
+
+def _created() -> dict[frozenset[int], ProcessGroup]:
+    """Groups created here under today's default group."""
+    world = dist.group.WORLD
+    assert world is not None
+    if not _CREATED or _CREATED[0][0] is not world:
+        _CREATED[:] = [(world, {})]
+    return _CREATED[0][1]
 
 
 def topology_from_groups(
@@ -113,9 +109,6 @@ def topology_from_groups(
             for name, axes in listed.items()
         },
     )
-
-
-_SHARED: list[tuple[ProcessGroup | None, ProcessGroups]] = []
 
 
 def packed_dtype(group: ProcessGroup | None, device: torch.device) -> torch.dtype:

@@ -23,13 +23,13 @@ from ep_hooks.clip import check_max_norm, clip_coefficient, scale_gradients
 from ep_hooks.config import EPHooksConfig
 from ep_hooks.declarations import declaration_of
 from ep_hooks.domains import Placement
-from ep_hooks.errors import AlreadyReducedError, UnfinishedGradientError
+from ep_hooks.errors import AlreadyReducedError, DomainError, UnfinishedGradientError
 from ep_hooks.groups import ProcessGroups, distributed_rank, is_distributed
 from ep_hooks.host_copy import HostCopy
 from ep_hooks.modes import Mode
 from ep_hooks.names import shorten
 from ep_hooks.norm import Packed, Verdict, Views, check_norm_type, local_views, packed_norm, rescaled_norm
-from ep_hooks.plan import Holding, plan_buckets, plan_norm
+from ep_hooks.plan import Holding, PlanItem, Slice, owned_intervals, plan_buckets, plan_norm
 from ep_hooks.policy import Action, decide
 from ep_hooks.reductions import Key, broadcast_buckets, reduce_buckets
 from ep_hooks.table import Entry, ParameterTable, classify
@@ -105,7 +105,8 @@ class Session:
         self.coefficient: Tensor | None = None
         self.skip_step = False
         self.found_inf: Tensor | None = None
-        self.process_groups = ProcessGroups.shared() if ad_hoc else ProcessGroups()
+        self._synced: dict[int, Tensor] | None = None
+        self.process_groups = ProcessGroups()
         self._set_up(first=True)
 
     # ---- set-up -------------------------------------------------------------------------------------------------
@@ -126,7 +127,8 @@ class Session:
                 topology = Topology(tuple(range(dist.get_world_size())))
         self.topology, self.table = topology, table
         self.repaired = repaired if first else self.repaired
-        for group in self.adapter.groups() if is_distributed() else ():
+        # A call without attach may come from a rank whose list knows none of the meshes: it reuses no group.
+        for group in self.adapter.groups() if is_distributed() and not self.ad_hoc else ():
             self.process_groups.add(group)
         many = len(topology.ranks) > 1
         self.group = self.process_groups.get(topology.ranks) if many else None
@@ -146,7 +148,7 @@ class Session:
             seen = self._seen_partials.get(source.id, {})
             # Another rank's twin of this name may be laid out on another mesh.
             sources.append(replace(source, placed=seen) if seen and seen.keys() == source.placed.keys() else source)
-        return classify(
+        table = classify(
             sources,
             topology,
             self.rank,
@@ -154,6 +156,10 @@ class Session:
             declared=declaration_of,
             default=self.adapter.default,
         )
+        for entry in table:  # here, where an error is told to the other ranks
+            if entry.source.holdings is not None:
+                self._interval(entry), owned_intervals(entry.plan_item(0), self.rank)
+        return table
 
     def _facts(self) -> list[tuple[str, str]]:
         return [
@@ -172,7 +178,7 @@ class Session:
         self.slots = AD_HOC_SLOTS if self.ad_hoc else self.agreed.domains
         slot = {name: 0 if self.ad_hoc else i for i, name in enumerate(self.agreed.domains)}
         self._items = [entry.plan_item(slot[entry.domain.name]) for entry in entries]
-        self._slices = plan_norm(self._items, self.rank)
+        self._slices = self._plan_slices(self._items)
         self._absent: frozenset[int] = frozenset()
         elements = max(1, int(self.config.sync.bucket_mb * 2**20 / _BYTES_PER_ELEMENT))
         self._buckets = plan_buckets(self.agreed.reductions, self.rank, bucket_elements=elements)
@@ -191,6 +197,23 @@ class Session:
         self._suspects: list[tuple[Key, str, Tensor]] = []
         self._parameters = self.adapter.parameter_count()
 
+    def _plan_slices(self, items: Sequence[PlanItem]) -> tuple[Slice, ...]:
+        """What this rank reads, counted from the start of the tensors that the adapter gives."""
+        starts = [self._interval(entry)[0] for entry in self.entries]
+        return tuple(
+            replace(piece, lo=piece.lo - starts[piece.index], hi=piece.hi - starts[piece.index])
+            for piece in plan_norm(items, self.rank)
+        )
+
+    def _interval(self, entry: Entry) -> tuple[int, int]:
+        """The elements of the entry's piece that this rank's ready gradient holds, in logical order."""
+        if entry.source.holdings is None:
+            return 0, entry.source.numel
+        mine = [(held.lo, held.hi) for held in entry.source.holdings if held.rank == self.rank and held.lo < held.hi]
+        if len(mine) > 1:
+            raise DomainError(f"{entry.id}: rank {self.rank} holds several intervals of one piece: {mine}")
+        return mine[0] if mine else (0, 0)
+
     @property
     def host_decides(self) -> bool:
         """Whether reading a result on the host is free: no accelerator is involved."""
@@ -198,15 +221,33 @@ class Session:
 
     def refresh(self) -> None:
         """Classify and agree again, after the parameter set has changed. A collective over the rank set."""
+        reduced = self._reduced_before
         self._set_up(first=False)
+        if self._synced is not None:
+            self._synced, self._reduced_before = {}, reduced
 
     def close(self) -> None:
-        """Take back what the adapter set, and destroy the process groups created here."""
+        """Take back what the adapter set."""
         self.adapter.undo_repair()
-        if not self.ad_hoc:
-            self.process_groups.close()
 
     # ---- each step ----------------------------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """Run the pending reductions and store them, apart from the norm.
+
+        For frameworks whose optimizer consumes copies that are made of the reduced gradients: call it on all ranks at
+        ``Phase.REDUCED``, after the framework's last change of these gradients and before it copies them, and
+        :meth:`measure` or :meth:`clip` at ``Phase.READY``. A session that has been told once expects it in every step;
+        the adapter's reduced gradients must then be the same tensor objects from here to the norm. In ``observe``
+        nothing is stored, and the norm reads the sums in place of the copies.
+
+        Collectives: one per bucket. What was found to be reduced already is told by the norm of the same step.
+        """
+        with torch.no_grad():
+            reduced = self._sync()
+        self._synced = reduced if self.mode is Mode.OBSERVE else {}
+        if self.mode is not Mode.OBSERVE:
+            self._store(reduced)
 
     def measure(self, norm_type: float = 2.0, only: frozenset[int] | None = None) -> Verdict:
         """Run the pending reductions and compute the norm.
@@ -238,6 +279,11 @@ class Session:
         problem: Exception | None = None
         if why := self.adapter.unfinished():
             problem = UnfinishedGradientError(f"the gradients have no norm yet: {why}")
+        elif stale := self._not_synced():
+            problem = UnfinishedGradientError(
+                f"sync() has not seen these gradients as they are now: {shorten(stale)}. It must run in every step, "
+                "after their last change"
+            )
         changed = self.adapter.parameter_count() != self._parameters
         partials = self._new_partials()
         # A rank that knows that the step cannot go on still takes part in what the others run, then tells them.
@@ -250,10 +296,11 @@ class Session:
                 self._talk(Answer())
                 return None
         with torch.no_grad():
-            reduced = self._sync()
+            reduced = self._sync() if self._synced is None else self._synced
             gradients = self.adapter.gradients(self.entries, Phase.READY)
             for index, value in reduced.items():
-                gradients[index] = value
+                lo, hi = self._interval(self.entries[index])
+                gradients[index] = value if hi - lo == value.numel() else value.reshape(-1)[lo:hi]
         missing = self._missing(gradients)
         views = {} if idle else local_views(self._slices, self._selected(gradients, only))
         packed = packed_norm(
@@ -271,7 +318,9 @@ class Session:
         elif self._must_talk(packed.requests):
             self._settle(told)
             return None
-        if self.mode is not Mode.OBSERVE:
+        if self._synced is not None:
+            self._suspects = []  # told
+        elif self.mode is not Mode.OBSERVE:
             self._store(reduced)
         verdict = packed.verdict(self.slots, norm_type, self.dtype, self.device)
         if self.host_decides and bool((packed.flags > 0).any()):
@@ -386,6 +435,15 @@ class Session:
         known = self._reduced_before.get(key)
         return known is not None and known[0]() is gradient and known[1] == gradient._version
 
+    def _not_synced(self) -> list[str]:
+        """Names of pending gradients that :meth:`sync` should have seen as they are now."""
+        if not self._pending or self.mode is Mode.OBSERVE:
+            return []
+        if self._synced is None:  # an interval is a copy: summing now is too late for it
+            return [e.id for e in self._pending if self._interval(e) not in ((0, 0), (0, e.source.numel))]
+        gradients = self.adapter.gradients(self._pending, Phase.REDUCED)
+        return [e.id for e, g in zip(self._pending, gradients, strict=True) if not self._is_reduced(_key(e), g)]
+
     def mark_reduced(self) -> None:
         """Remember the pending gradients as they are now: they need no reduction until they change."""
         gradients = self.adapter.gradients(self._pending, Phase.REDUCED)
@@ -402,7 +460,7 @@ class Session:
         return frozenset(
             index
             for index, (entry, gradient) in enumerate(zip(self.entries, gradients, strict=True))
-            if gradient is None and len(entry.domain.replicas) > 1
+            if gradient is None and len(entry.domain.replicas) > 1 and entry.source.holdings is None
         )
 
     def _new_partials(self) -> dict[str, dict[str, Placement]]:
@@ -452,7 +510,7 @@ class Session:
                     self._warned.add(entry.id)
         if partly:
             logger.warning("ep_hooks: some replicas lack a gradient that others have: %s", shorten(partly))
-        self._slices = plan_norm(items, self.rank)
+        self._slices = self._plan_slices(items)
         return False
 
     def _suspicion(self, suspects: Sequence[tuple[Key, str, Tensor]]) -> str:

@@ -84,7 +84,8 @@ class Entry:
 
     def describe(self) -> str:
         """What every holder of the piece must agree on, as text."""
-        reductions = ",".join(f"{r.axis}{list(r.ranks)}/{r.divisor:g}" for r in self.domain.reductions)
+        # Holders may sit in different groups of an axis: its size is what they have in common.
+        reductions = ", ".join(f"{r.axis} of {len(r.ranks)} / {r.divisor:g}" for r in self.domain.reductions)
         return (
             f"shape {list(self.source.shape)}, dtype {str(self.source.dtype).removeprefix('torch.')}, "
             f"domain {self.domain.name} ({self.domain.text}), pending [{reductions}]"

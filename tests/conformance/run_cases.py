@@ -42,7 +42,7 @@ def main() -> int:
     verdicts = run(cases, arguments.timeout)
     for case in cases:
         passed, got, why = verdicts[case["id"]]
-        shown = ", ".join(f"{value:.9g}" if isinstance(value, float) else str(value) for value in got)
+        shown = ", ".join(f"{value:.9g}" if isinstance(value, float) else str(value).splitlines()[0] for value in got)
         print(
             f"{case['id']:24s} expected {case['expect_norm']:.9g}  got [{shown}]  {'PASS' if passed else 'FAIL ' + why}"
         )

@@ -33,13 +33,13 @@ def test_topology_from_process_groups() -> None:
 
 def _reuse() -> tuple[bool, int]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
-    groups = ProcessGroups([mesh.get_group("ep")])
+    groups = ProcessGroups()
+    groups.add(mesh.get_group("ep"))
     mine = dist.get_process_group_ranks(mesh.get_group("ep"))
     reused = groups.get(mine) is mesh.get_group("ep") and groups.get([3, 2, 1, 0]) is dist.group.WORLD
     created = groups.get([dist.get_rank()])
-    size = dist.get_world_size(created)
-    groups.close()
-    return reused, size
+    kept = ProcessGroups().get([dist.get_rank()]) is created
+    return reused and kept, dist.get_world_size(created)
 
 
 def test_groups_with_the_same_ranks_are_reused() -> None:
