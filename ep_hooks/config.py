@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -90,7 +91,7 @@ class DomainRule(_Model):
         """The rule for the classifier."""
         if isinstance(self.domain, str):
             named = Domain.named(self.domain)
-            domain = Domain(self.name or named.name, named.placements, named.rest)
+            domain = replace(named, name=self.name or named.name)
         else:
             placements: dict[str | Axis, Placement] = {axis: _placement(spec) for axis, spec in self.domain.items()}
             rest = {"shard": SHARD, "replicate": REPLICATE, None: None}[self.rest]

@@ -8,7 +8,7 @@ domain: no synchronisation, SUM over TP, AVG over DP and SUM over EP are four di
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 
 from ep_hooks.errors import DomainError
@@ -31,8 +31,8 @@ __all__ = [
 STAGE_AXES = ("pp",)
 """Axes whose ranks hold different parameters: a parameter is pinned to one coordinate unless a rule ties it."""
 
-_EXPLICIT_AXES = ("tp", "etp")
-"""Axes along which a named domain says nothing: whether an expert weight is cut there depends on the layer."""
+_TENSOR_AXES = ("tp", "etp")
+"""Axes along which the built-in expert domains say nothing: whether a weight is cut there depends on the layer."""
 
 
 class PlacementKind(StrEnum):
@@ -149,11 +149,13 @@ class Domain:
             reductions: they run in the order given.
         rest: placement along the axes that are not listed. ``None``: a listed axis must cover them, else the
             domain cannot be resolved (fail closed).
+        unsaid: axes that ``rest`` does not speak of.
     """
 
     name: str
     placements: Mapping[str | Axis, Placement] = field(default_factory=dict)
     rest: Placement | None = None
+    unsaid: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name or not all(c.isalnum() or c in "_-." for c in self.name):
@@ -169,12 +171,12 @@ class Domain:
     @classmethod
     def expert(cls, axis: str = "ep", name: str = "expert") -> Domain:
         """Distinct along ``axis``, replicated along the other data axes."""
-        return cls(name, {axis: SHARD}, REPLICATE)
+        return cls(name, {axis: SHARD}, REPLICATE, _TENSOR_AXES)
 
     @classmethod
     def ep_sum(cls, axis: str = "ep", name: str = "ep_sum") -> Domain:
         """A factor shared by all experts: its gradient is to be summed over ``axis``, then it is replicated."""
-        return cls(name, {axis: partial("sum")}, REPLICATE)
+        return cls(name, {axis: partial("sum")}, REPLICATE, _TENSOR_AXES)
 
     @classmethod
     def of_replicas(cls, name: str, replicas: Groups, pending: Sequence[tuple[Axis, Placement]] = ()) -> Domain:
@@ -209,7 +211,7 @@ class Domain:
                     f"domain {self.name!r} says {said.kind.value} along axis {axis!r}, "
                     f"but {source} says {seen.kind.value}"
                 )
-        return Domain(self.name, placements, self.rest)
+        return replace(self, placements=placements)
 
     def resolve(self, topology: Topology, rank: int) -> ResolvedDomain:
         """The domain seen from ``rank``: its replicas and its pending reductions. Runs no collective.
@@ -261,7 +263,7 @@ class Domain:
                 continue
             if axis.name in STAGE_AXES:
                 rest.append((axis, SHARD))
-            elif self.rest is None or (axis.name in _EXPLICIT_AXES and self.placements):
+            elif self.rest is None or axis.name in self.unsaid:
                 missing.append(axis)
             else:
                 rest.append((axis, self.rest))
