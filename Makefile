@@ -58,6 +58,7 @@ test-all: $(STAMP)  ## Run all tests and the conformance cases
 
 conformance: $(STAMP)  ## Run only the conformance cases
 	@echo "==> conformance cases"
+	@$(BIN)/python tests/conformance/run_cases.py tests/conformance/more_cases.json
 	@$(BIN)/python tests/conformance/run_cases.py tests/conformance/cases.json
 
 lint: $(STAMP) types  ## Check style, format and types
