@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing as mp
 import queue
 import sys
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .worker import RUNS, run_rank
+from .worker import FIRST_ERROR, RUNS, run_rank
 
 __all__ = ["DemoRow", "run_demo"]
 
@@ -51,7 +52,14 @@ class DemoRow:
     def ratios(self) -> tuple[float, float]:
         """Smallest and largest reported over true norm, over all ranks and steps."""
         ratios = [record["reported"] / record["true"] for rank in self.steps for record in rank]
-        return min(ratios), max(ratios)
+        # min and max pass over NaN unless it comes first.
+        return (min(ratios), max(ratios)) if all(map(math.isfinite, ratios)) else (math.nan, math.nan)
+
+    @property
+    def spread(self) -> float:
+        """Largest relative disagreement between ranks about the norm of one and the same step."""
+        norms: list[list[float]] = [[record["reported"] for record in step] for step in zip(*self.steps, strict=True)]
+        return max(((max(step) / min(step) - 1) for step in norms), default=0.0)
 
     @property
     def drift(self) -> float:
@@ -96,9 +104,8 @@ def run_demo(ranks: int, steps: int, plot: Path | None, max_norm: float) -> int:
         _plot(rows, plot)
         console.print(f"plot written to {plot}", highlight=False)
     stock, ours = rows
-    apart = stock.ratios[1] - stock.ratios[0]
     verdict = "right on every rank in every step, replicas bit-identical" if ours.right else "NOT right"
-    console.print(f"stock: ranks up to {apart:.2%} apart; ep_hooks: {verdict}", highlight=False)
+    console.print(f"stock: ranks up to {stock.spread:.2%} apart in one step; ep_hooks: {verdict}", highlight=False)
     return 0 if ours.right else 1
 
 
@@ -129,16 +136,28 @@ def _run(ranks: int, steps: int, max_norm: float, folder: str) -> str:
                     break
         while not done.empty():
             bar.advance(tasks[done.get()])
+    ended = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}  # before any kill
+    running = [rank for rank, process in enumerate(processes) if process.is_alive()]
     for process in processes:
         process.join(1)
         if process.is_alive():
             process.kill()
             process.join()
-    for rank, process in enumerate(processes):
-        if process.exitcode or failure:
-            text = (Path(folder) / f"{rank}.log").read_text(encoding="utf-8", errors="replace")
-            return f"{failure or f'rank {rank} failed'}:\n{text[-4000:]}"
-    return ""
+    if not failure and not ended:
+        return ""
+    lines = [failure] if failure else []
+    lines += [f"rank {rank} ended with exit code {code}" for rank, code in ended.items()]
+    lines += [f"still running when stopped: ranks {running}"] if running else []
+    killed = [rank for rank, code in ended.items() if code < 0]  # by a signal: it could not say why
+    first = Path(folder) / FIRST_ERROR
+    if first.exists() and not killed:
+        lines.append(first.read_text(encoding="utf-8"))
+    else:
+        for rank in killed or range(len(processes)):
+            path = Path(folder) / f"{rank}.log"
+            text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+            lines.append(f"--- rank {rank}:\n{text[-2000:]}")
+    return "\n".join(lines)
 
 
 def _table(rows: Sequence[DemoRow], steps: int, max_norm: float) -> Table:

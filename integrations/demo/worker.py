@@ -5,10 +5,12 @@ The true norm is measured here by gathering, in float64, with nothing of ep_hook
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,14 +22,27 @@ from torch import nn
 from .expert_parallel import expert_names, make_expert_local
 from .text import VOCABULARY, TextBlocks
 
-__all__ = ["RUNS", "run_rank"]
+__all__ = ["FIRST_ERROR", "RUNS", "run_rank"]
 
 RUNS = ("stock", "ep_hooks")
+FIRST_ERROR = "first_error.txt"
+"""Written by the rank that raises first; what the others raise after it only says that it is gone."""
+
 _LENGTH, _ROWS = 64, 4
 
 
 def run_rank(rank: int, world: int, steps: int, max_norm: float, folder: str, progress: Any) -> None:
     """Train both runs on this rank and write ``folder/RANK.json``: run -> list of one record a step."""
+    try:
+        _run_rank(rank, world, steps, max_norm, folder, progress)
+    except BaseException:
+        # Before this process ends, so before any other rank can notice.
+        with contextlib.suppress(FileExistsError), open(Path(folder) / FIRST_ERROR, "x", encoding="utf-8") as file:
+            file.write(f"rank {rank} failed first:\n{traceback.format_exc()}")
+        raise
+
+
+def _run_rank(rank: int, world: int, steps: int, max_norm: float, folder: str, progress: Any) -> None:
     log = open(Path(folder) / f"{rank}.log", "w", encoding="utf-8")  # noqa: SIM115 (stays open as stderr)
     os.dup2(log.fileno(), sys.stderr.fileno())
     os.dup2(log.fileno(), sys.stdout.fileno())
@@ -37,6 +52,7 @@ def run_rank(rank: int, world: int, steps: int, max_norm: float, folder: str, pr
         # Accelerate asks for these; the process group below is there already, so nobody connects.
         MASTER_ADDR="127.0.0.1", MASTER_PORT="1", LOCAL_WORLD_SIZE=str(world),
     )  # fmt: skip
+    os.environ.pop("EP_HOOKS", None)  # the environment wins over the config, and the demo shows enforce
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -72,7 +88,7 @@ def callback_config(world: int) -> dict[str, Any]:
 
 
 def true_norm(model: nn.Module) -> float:
-    """Every logical element once, float64: experts of all ranks, and one copy of the dense gradients."""
+    """Every logical element once, float64: experts of all ranks, and rank 0's copy of the dense gradients."""
     dense = torch.zeros((), dtype=torch.float64)
     experts = torch.zeros((), dtype=torch.float64)
     for name, parameter in model.named_parameters():
@@ -83,6 +99,7 @@ def true_norm(model: nn.Module) -> float:
             else:
                 dense += square
     dist.all_reduce(experts)
+    dist.broadcast(dense, 0)
     return float((dense + experts).sqrt())
 
 
