@@ -95,11 +95,14 @@ class PendingReduction:
         ranks: the group, in coordinate order.
         divisor: the SUM is divided by this (group size for AVG).
         axis: the axis it runs over, for messages.
+        stage: its place among the domain's pending reductions. Counted over all axes, so that ranks in uneven
+            groups agree on it: one that is alone on the first axis still runs the second reduction as the second.
     """
 
     ranks: tuple[int, ...]
     divisor: float
     axis: str
+    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -232,12 +235,13 @@ class Domain:
         apart = (PlacementKind.SHARD, PlacementKind.PARTIAL) if explicit else (PlacementKind.SHARD,)
         sharing = [p.restricted(axis) for axis, p in listed if p.kind not in apart]
         reductions = []
-        for axis, placement in listed:
+        pending = [(axis, placement) for axis, placement in listed if placement.kind is PlacementKind.PARTIAL]
+        for stage, (axis, placement) in enumerate(pending):
             group = placement.restricted(axis).group_of(rank)
-            if placement.kind is PlacementKind.PARTIAL and len(group) > 1:
+            if len(group) > 1:
                 divisor = placement.divisor * (len(group) if placement.op == "avg" else 1)
-                reductions.append(PendingReduction(group, divisor, axis.name))
-        return ResolvedDomain(self.name, topology.closure(rank, sharing), tuple(reductions), _text(listed, rank))
+                reductions.append(PendingReduction(group, divisor, axis.name, stage))
+        return ResolvedDomain(self.name, topology.closure(rank, sharing), tuple(reductions), _text(listed))
 
     def _factorisation(self, topology: Topology) -> tuple[Axis, ...]:
         """The first factorisation that holds all named axes; with no name, the first that has stages."""
@@ -257,12 +261,20 @@ class Domain:
         """Placements of the axes that are not listed and that the listed axes do not span."""
         rest: list[tuple[Axis, Placement]] = []
         missing = []
+        # Groups may be uneven: a rank that is alone on an axis shares its piece with those of its holders that are not.
+        within = topology.closure(rank, listed + [axis for axis in factorisation if axis.name not in STAGE_AXES])
         for axis in factorisation:
-            covered = topology.closure(rank, listed + [a for a, _ in rest])
-            if set(axis.group_of(rank)) <= set(covered):
+            if topology.spans(listed + [a for a, _ in rest], axis, within):
                 continue
             if axis.name in STAGE_AXES:
                 rest.append((axis, SHARD))
+            elif listed and self.rest is not None and axis.name not in topology.axes:
+                # All ranks as one axis: `rest` along it would make one piece of what the listed axes keep apart.
+                raise DomainError(
+                    f"domain {self.name!r} names axes of different factorisations "
+                    f"({', '.join(a.name for a in listed)}), which do not reach all ranks, and says {self.rest.kind} "
+                    "about the rest; name axes of one factorisation, or list axes that reach all ranks"
+                )
             elif self.rest is None or axis.name in self.unsaid:
                 missing.append(axis)
             else:
@@ -270,15 +282,15 @@ class Domain:
         if missing:
             raise DomainError(
                 f"domain {self.name!r} says nothing about "
-                + ", ".join(f"axis {axis.name!r} ({axis.size(rank)} ranks)" for axis in missing)
+                + ", ".join(f"axis {axis.name!r} ({max(map(len, axis.groups))} ranks)" for axis in missing)
             )
         return rest
 
 
-def _text(listed: Sequence[tuple[Axis, Placement]], rank: int) -> str:
+def _text(listed: Sequence[tuple[Axis, Placement]]) -> str:
     words = []
     for axis, placement in listed:
-        if axis.size(rank) > 1:
+        if max(map(len, axis.groups), default=1) > 1:
             op = f"({placement.op})" if placement.kind is PlacementKind.PARTIAL else ""
             words.append(f"{axis.name}:{placement.kind.value}{op}")
     return " ".join(words) or "local"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from ep_hooks.errors import TopologyError
+from ep_hooks.patching import PatchSet
 from ep_hooks.topology import Axis, Topology
 
 __all__ = ["ProcessGroups", "distributed_rank", "is_distributed", "packed_dtype", "topology_from_groups"]
@@ -30,8 +32,8 @@ class ProcessGroups:
 
     Groups are reused where one with the same ranks is known. Others are created with local synchronisation: only
     their members take part, in the total order of the schedule, so that a job with ranks that never call works. They
-    are kept for the life of the default group: a group that is destroyed and created again with the same ranks finds
-    the old one's entries in the store and waits for ranks that will never come (torch 2.13, gloo).
+    are kept for the life of the default group: created again under the same name, a group would find its old entries
+    in the store and wait for ranks that never come.
     """
 
     def __init__(self) -> None:
@@ -53,7 +55,7 @@ class ProcessGroups:
             raise TopologyError(f"a collective over ranks {sorted(key)} needs torch.distributed to be initialised")
         created = _created()
         if key not in created:
-            created[key] = dist.new_group(sorted(key), use_local_synchronization=True)
+            created[key] = _new_group(sorted(key))
         return created[key]
 
     def device(self, ranks: Sequence[int], preferred: torch.device) -> torch.device:
@@ -65,6 +67,24 @@ class ProcessGroups:
         if accelerator is not None and accelerator.type in types:
             return torch.device(accelerator.type, torch.accelerator.current_device_index())
         return torch.device(types[0])
+
+
+def _new_group(ranks: list[int]) -> ProcessGroup:
+    """A group that only its members take part in creating.
+
+    torch (2.13, distributed_c10d.py) names such a group by its ranks *and the number of groups that this process
+    knows*. Ranks that know different numbers, as members of overlapping groups do, would wait for each other under
+    different names for ever. So the name is made of the ranks alone while the group is created.
+    """
+    with PatchSet() as patches:
+        if hasattr(distributed_c10d, "_hash_ranks_to_str"):
+            patches.replace(distributed_c10d, "_hash_ranks_to_str", _name_of_group)
+        group: ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+        return group
+
+
+def _name_of_group(original: Callable[[list[int]], str], ranks: list[int]) -> str:
+    return hashlib.sha1(f"ep_hooks {ranks}".encode(), usedforsecurity=False).hexdigest()
 
 
 _CREATED: list[tuple[ProcessGroup, dict[frozenset[int], ProcessGroup]]] = []

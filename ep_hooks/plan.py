@@ -111,7 +111,7 @@ class BucketItem:
     that share two buckets both run them in the same order, and no schedule can deadlock.
 
     Attributes:
-        stage: 0 for a parameter's first pending reduction, 1 for its second, ...
+        stage: 0 for a reduction over the first pending axis of the parameter's domain, 1 for one over its second, ...
         ranks: the group.
         dtype: name of the dtype in which it runs.
         divisor: the SUM is divided by this.
@@ -135,7 +135,7 @@ class BucketItem:
         cls, reductions: Iterable[PendingReduction], *, name: str, piece: int, numel: int, dtype: str
     ) -> list[BucketItem]:
         """The items of one parameter's pending reductions."""
-        return [cls(i, r.ranks, dtype, r.divisor, name, piece, numel, r.axis) for i, r in enumerate(reductions)]
+        return [cls(r.stage, r.ranks, dtype, r.divisor, name, piece, numel, r.axis) for r in reductions]
 
 
 @dataclass(frozen=True, slots=True)

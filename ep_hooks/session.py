@@ -107,7 +107,11 @@ class Session:
         self.found_inf: Tensor | None = None
         self._synced: dict[int, Tensor] | None = None
         self.process_groups = ProcessGroups()
-        self._set_up(first=True)
+        try:
+            self._set_up(first=True)
+        except BaseException:
+            self.close()
+            raise
 
     # ---- set-up -------------------------------------------------------------------------------------------------
 

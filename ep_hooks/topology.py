@@ -200,15 +200,37 @@ class Topology:
     def closure(self, rank: int, axes: Iterable[Axis]) -> tuple[int, ...]:
         """Ranks reachable from ``rank`` along ``axes``, ascending: the holders of one piece."""
         axes = tuple(axes)
-        reached, frontier = {rank}, [rank]
-        while frontier:
-            here = frontier.pop()
-            for axis in axes:
-                for other in axis.group_of(here):
-                    if other not in reached:
-                        reached.add(other)
-                        frontier.append(other)
-        return tuple(sorted(reached))
+        if any(self._axes_by_name.get(axis.name) != axis for axis in axes):
+            return _reach(rank, axes)
+        known = self._closures.setdefault(frozenset(axis.name for axis in axes), {})
+        if rank not in known:
+            reached = _reach(rank, axes)
+            known.update(dict.fromkeys(reached, reached))
+        return known[rank]
+
+    @cached_property
+    def _closures(self) -> dict[frozenset[str], dict[int, tuple[int, ...]]]:
+        return {}
+
+    def spans(self, axes: Sequence[Axis], axis: Axis, ranks: Sequence[int]) -> bool:
+        """Whether ``axes`` together reach, from every one of ``ranks``, all of its neighbours on ``axis``."""
+        mine = all(self._axes_by_name.get(each.name) == each for each in (*axes, axis))
+        key = (frozenset(each.name for each in axes), axis.name, tuple(ranks))
+        if mine and key in self._spans:
+            return self._spans[key]
+        label: dict[int, int] = {}
+        for rank in ranks:
+            if rank not in label:
+                label.update(dict.fromkeys(self.closure(rank, axes), rank))
+        groups = {axis.group_of(rank) for rank in ranks}
+        spanned = all(len({label.get(other, -1) for other in group}) == 1 for group in groups)
+        if mine:
+            self._spans[key] = spanned
+        return spanned
+
+    @cached_property
+    def _spans(self) -> dict[tuple[frozenset[str], str, tuple[int, ...]], bool]:
+        return {}
 
     def digests(self) -> tuple[tuple[str, str], ...]:
         """(axis name, short hash of its groups) of every axis whose groups are all known here, sorted by name."""
@@ -261,6 +283,20 @@ def _grid_groups(ranks: Sequence[int], stride: int, size: int) -> Groups:
         for block in range(0, len(ranks), stride * size)
         for offset in range(stride)
     )
+
+
+def _reach(rank: int, axes: Sequence[Axis]) -> tuple[int, ...]:
+    reached, frontier = {rank}, [rank]
+    done: set[tuple[int, int]] = set()
+    while frontier:
+        here = frontier.pop()
+        for index, axis in enumerate(axes):
+            group = axis.group_of(here)
+            if (index, group[0]) not in done:
+                done.add((index, group[0]))
+                frontier.extend(other for other in group if other not in reached)
+                reached.update(group)
+    return tuple(sorted(reached))
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
