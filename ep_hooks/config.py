@@ -24,7 +24,6 @@ __all__ = [
     "ClipConfig",
     "DomainRule",
     "EPHooksConfig",
-    "LogConfig",
     "NonFiniteConfig",
     "SyncConfig",
     "ThresholdConfig",
@@ -140,12 +139,6 @@ class SyncConfig(_Model):
     )
 
 
-class LogConfig(_Model):
-    """What is logged through the host's own logger."""
-
-    every: int = Field(1, ge=1, description="steps between two logs; reading a norm waits for the device")
-
-
 def _axes(value: Any) -> Any:
     """A flat mapping is one factorisation: {ep: 4} becomes {ranks: {ep: 4}}."""
     if isinstance(value, Mapping) and value and all(isinstance(size, int) for size in value.values()):
@@ -180,7 +173,6 @@ class EPHooksConfig(_Model):
     nonfinite: NonFiniteConfig = Field(default_factory=NonFiniteConfig, description="NaN and inf")
     threshold: ThresholdConfig = Field(default_factory=ThresholdConfig, description="norm threshold")
     sync: SyncConfig = Field(default_factory=SyncConfig, description="pending reductions")
-    log: LogConfig = Field(default_factory=LogConfig, description="logging")
     allow_untested_host: bool = Field(
         False, description="enforce on a host version outside the tested range instead of falling back to observe"
     )

@@ -261,10 +261,17 @@ class Domain:
         """Placements of the axes that are not listed and that the listed axes do not span."""
         rest: list[tuple[Axis, Placement]] = []
         missing = []
+        stages = [axis for axis in factorisation if axis.name in STAGE_AXES]
+        flat = {axis.name for axis in factorisation if any(_crosses(axis, stage) for stage in stages)} - {*STAGE_AXES}
         # Groups may be uneven: a rank that is alone on an axis shares its piece with those of its holders that are not.
-        within = topology.closure(rank, listed + [axis for axis in factorisation if axis.name not in STAGE_AXES])
-        for axis in factorisation:
-            if topology.spans(listed + [a for a, _ in rest], axis, within):
+        inside = [axis for axis in factorisation if axis.name not in {*STAGE_AXES, *flat}]
+        within = topology.closure(rank, listed + inside)
+        # An axis made of others, such as a mesh of the whole world that was split, comes after them and is spanned.
+        for axis in sorted(factorisation, key=lambda axis: (axis.name not in STAGE_AXES, axis.largest)):
+            known = listed + [other for other, _ in rest]
+            if axis.name not in {*STAGE_AXES, *flat}:
+                known = [other for other in known if other.name not in STAGE_AXES]
+            if topology.spans(known, axis, within):
                 continue
             if axis.name in STAGE_AXES:
                 rest.append((axis, SHARD))
@@ -282,15 +289,20 @@ class Domain:
         if missing:
             raise DomainError(
                 f"domain {self.name!r} says nothing about "
-                + ", ".join(f"axis {axis.name!r} ({max(map(len, axis.groups))} ranks)" for axis in missing)
+                + ", ".join(f"axis {axis.name!r} ({axis.largest} ranks)" for axis in missing)
             )
         return rest
+
+
+def _crosses(axis: Axis, stage: Axis) -> bool:
+    """Whether some group of ``axis`` holds two ranks of one group of ``stage``."""
+    return any(len({stage.group_of(rank) for rank in group}) < len(group) for group in axis.groups)
 
 
 def _text(listed: Sequence[tuple[Axis, Placement]]) -> str:
     words = []
     for axis, placement in listed:
-        if max(map(len, axis.groups), default=1) > 1:
+        if axis.largest > 1:
             op = f"({placement.op})" if placement.kind is PlacementKind.PARTIAL else ""
             words.append(f"{axis.name}:{placement.kind.value}{op}")
     return " ".join(words) or "local"

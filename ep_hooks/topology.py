@@ -60,6 +60,11 @@ class Axis:
         mine = {rank: group for group in self.groups if len(group) > 1 for rank in group}
         return all(mine.get(rank, group) == group for group in other.groups if len(group) > 1 for rank in group)
 
+    @cached_property
+    def largest(self) -> int:
+        """Ranks in the largest group."""
+        return max(map(len, self.groups), default=1)
+
     def size(self, rank: int) -> int:
         """Number of ranks along this axis from ``rank``."""
         return len(self.group_of(rank))
