@@ -87,7 +87,7 @@ class TestCheck:
         assert shown["clip"]["max_norm"] == 0.5
         assert shown["clip"]["norm_type"] == float("inf")
         assert shown["domains"][0]["match"] == "*"
-        assert "log" in shown
+        assert "clip" in shown
 
     def test_what_it_prints_is_a_config_itself(self, command: Command, tmp_path: Path) -> None:
         path, again = tmp_path / "c.json", tmp_path / "again.yaml"
