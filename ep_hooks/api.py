@@ -6,6 +6,7 @@ import logging
 import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -76,6 +77,33 @@ class Handle:
         if self.hooks is not None:
             self.hooks.clipped()
         return verdict
+
+    def measure(
+        self, norm_type: float = 2.0, parameters: Sequence[Tensor] | None = None, *, scale: float = 1.0
+    ) -> Verdict:
+        """Run pending reductions and measure, for a host that clips by itself afterwards; then :meth:`host_clipped`.
+
+        Args:
+            parameters: those that count; all if ``None``.
+            scale: factor by which a gradient scaler has multiplied the gradients; the norms are divided by it.
+
+        Collectives: as :meth:`clip`.
+        """
+        session = self._live()
+        verdict = session.measure(norm_type, None if parameters is None else _subset(session, parameters))
+        if scale != 1.0:
+            domains = {name: norm / scale for name, norm in verdict.domains.items()}
+            verdict = session.last = replace(verdict, norm=verdict.norm / scale, domains=domains)
+        return verdict
+
+    def host_clipped(self) -> None:
+        """The host has scaled the gradients that :meth:`measure` saw: sums that were made are not made again."""
+        session = self._live()
+        if session.mode is not Mode.OBSERVE:
+            session.mark_reduced()
+        # In enforce the policies are still to be applied, before the optimizer steps.
+        if self.hooks is not None and session.mode is not Mode.ENFORCE:
+            self.hooks.clipped()
 
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Hook further optimizers over the model. Call it on all ranks."""
@@ -250,6 +278,10 @@ def clip_grad_norm_(
         verdict = session.clip(math.inf, norm_type, only=only)
         host = torch_clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
         host = host.full_tensor() if isinstance(host, DTensor) else host
+        if handle is not None and handle.session is not None:
+            handle.host_clipped()
+        elif mode is Mode.REPAIR:
+            session.mark_reduced()
         report.log_difference(host, verdict, max_norm)
         return host
     verdict = session.clip(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, only=only)

@@ -20,20 +20,21 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ep_hooks import api
+from ep_hooks.clip import clip_coefficient
 from ep_hooks.config import EPHooksConfig, load_config
+from ep_hooks.errors import ConfigError, UnsupportedError
 from ep_hooks.groups import distributed_rank
 from ep_hooks.modes import Mode
 from ep_hooks.norm import Verdict
 from ep_hooks.optimizer_hooks import unwrap_optimizer
 from ep_hooks.patching import PatchSet
 from ep_hooks.report import log_difference, say
+from ep_hooks.session import Session
 
-from .accelerate import attach_model
+from .accelerate import attach_model, loss_scale, plain_norm
 from .host_norm import HostNorm, measure_host_norm
 
 if TYPE_CHECKING:
@@ -44,17 +45,17 @@ __all__ = ["HOST_MODULES", "TESTED_VERSIONS", "EPHooksCallback", "install", "uni
 HOST_MODULES = ("transformers.trainer",)
 TESTED_VERSIONS = {"transformers": ("5.22.2", "5.24.0"), "accelerate": ("1.15.0", "1.15.0")}
 
-EXPERT_CONTAINERS = ("transformers.models.*Experts",)
-"""Classes of transformers that hold experts, such as ``Qwen3MoeExperts``."""
-
 VERIFY_AT = (1, 2, 10, 100)
 """Steps at which a host that is left alone is measured."""
-_RIGHT = 1e-5
 
 _patches = PatchSet()
 _launched: EPHooksConfig | None = None
+_callbacks: list[Any] = []
+"""Callbacks that nobody but the launcher has asked for."""
 _left: weakref.WeakSet[Any] = weakref.WeakSet()
-_logged: weakref.WeakKeyDictionary[Any, dict[str, float | Tensor]] = weakref.WeakKeyDictionary()
+"""Trainers whose own clip was measured and left in place."""
+_logged: weakref.WeakKeyDictionary[Any, tuple[int, dict[str, float | Tensor]]] = weakref.WeakKeyDictionary()
+"""Step and values for its log."""
 
 
 def install(config: str | Path | Mapping[str, Any] | EPHooksConfig | None = None) -> None:
@@ -77,9 +78,14 @@ def install(config: str | Path | Mapping[str, Any] | EPHooksConfig | None = None
 
 
 def uninstall() -> None:
-    """Restore the Trainer class. Idempotent; a callback's own ``remove`` detaches its model."""
+    """Restore the Trainer class and detach what the launcher has attached; a user's callback has its own ``remove``.
+
+    Idempotent.
+    """
     global _launched
     _launched = None
+    while _callbacks:
+        _callbacks.pop().remove()
     _patches.restore()
 
 
@@ -92,19 +98,30 @@ def _callback_class() -> type:
         """Attaches the Trainer's model.
 
         Args:
-            config: file, mapping or object; see :class:`ep_hooks.EPHooksConfig`.
+            config: file, mapping or object; see :class:`ep_hooks.EPHooksConfig`. ``None``: the defaults, or whatever
+                the model is attached with already.
 
         Attributes:
             handle: handle of the attached model; ``None`` before the Trainer is built and in mode ``off``.
+
+        Raises:
+            UnsupportedError: when a Trainer with DeepSpeed is built: the engine owns gradients and clip.
+            ConfigError: the model is attached with another configuration.
         """
 
         def __init__(self, config: str | Path | Mapping[str, Any] | EPHooksConfig | None = None) -> None:
             self.config = load_config(config)
+            self._follows = config is None
             self.handle: api.Handle | None = None
             install()
 
         def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             """The model is not wrapped yet: what DDP reads when it wraps is set here."""
+            if getattr(args, "deepspeed_plugin", None) is not None:
+                raise UnsupportedError(
+                    "EPHooksCallback serves DDP, FSDP2 and native expert parallelism. DeepSpeed reduces and clips in "
+                    "its engine, out of the Trainer's sight: take the callback out of this run"
+                )
             self._attach(model)
 
         def on_train_begin(
@@ -127,9 +144,13 @@ def _callback_class() -> type:
 
         def _attach(self, model: nn.Module) -> None:
             # A second callback, or a second Trainer over the same model, finds it attached.
-            self.handle = api.handle_of(model.parameters())
-            if self.handle is None:
-                self.handle = attach_model(model, self.config, TESTED_VERSIONS, EXPERT_CONTAINERS)
+            found = api.handle_of(model.parameters())
+            if found is not None and not self._follows and found.config != self.config:
+                raise ConfigError(
+                    "the Trainer's model is attached already, with another configuration than this EPHooksCallback's; "
+                    "call remove() on that callback or handle first"
+                )
+            self.handle = found or attach_model(model, self.config, TESTED_VERSIONS)
 
     return EPHooksCallback
 
@@ -145,10 +166,12 @@ def __getattr__(name: str) -> Any:
 
 def _init(original: Any, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
     original(trainer, *args, **kwargs)
-    if _launched is not None and api.handle_of(trainer.model.parameters()) is None:
-        callback = _callback_class()(_launched)
-        trainer.add_callback(callback)
-        callback.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
+    if _launched is None or trainer.is_deepspeed_enabled or api.handle_of(trainer.model.parameters()) is not None:
+        return
+    callback = _callback_class()(_launched)
+    _callbacks.append(callback)
+    trainer.add_callback(callback)
+    callback.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
 
 
 def _clip_grad_norm(original: Any, trainer: Trainer, model: nn.Module) -> Any:
@@ -162,8 +185,8 @@ def _get_grad_norm(original: Any, trainer: Trainer, model: nn.Module, grad_norm:
 
 
 def _log(original: Any, trainer: Trainer, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    values = _logged.pop(trainer, None)
-    if values and "grad_norm" in logs:
+    step, values = _logged.get(trainer, (-1, {}))
+    if "grad_norm" in logs and step == trainer.state.global_step:
         logs.update({name: float(value) for name, value in values.items()})
     return original(trainer, logs, *args, **kwargs)
 
@@ -195,53 +218,67 @@ def _sync_replicated_trainable_parameters(original: Any, trainer: Trainer, model
 
 
 def _measure(trainer: Trainer, max_norm: float, host: Callable[[], Any]) -> Any:
-    """The step's norm, clipped to ``max_norm`` by us or by the host."""
+    """The step's norm, clipped to ``max_norm`` by us or by the host.
+
+    Every branch is taken on all ranks together: it follows from the configuration, the step, or numbers that were
+    exchanged.
+    """
     handle = api.handle_of(trainer.model.parameters())
-    if handle is None or handle.session is None or getattr(trainer, "is_deepspeed_enabled", False):
+    if handle is None or handle.session is None or trainer.is_deepspeed_enabled:
         return host()
-    session, step = handle.session, trainer.state.global_step + 1
-    trainer.accelerator.unscale_gradients()
-    leave = session.config.clip.replace == "never" or (trainer in _left and step not in VERIFY_AT)
-    if leave and not _logging_is_due(trainer):
+    session, replaced = handle.session, handle.config.clip.replace
+    enforce = session.mode is Mode.ENFORCE
+    acts = enforce and replaced != "never"
+    look = _logging_is_due(trainer) or trainer.state.global_step + 1 in VERIFY_AT
+    if not look and (trainer in _left or (enforce and not acts and not session.agreed.reductions)):
         return host()
-    stock: HostNorm | None = None
-    if _logging_is_due(trainer) or step in VERIFY_AT:
-        stock = measure_host_norm(trainer.model.parameters(), session)
-    if session.mode is not Mode.ENFORCE or leave or _host_can_stay(trainer, session, stock):
-        verdict = session.measure()
-        if session.mode is Mode.ENFORCE and not leave and stock is not None:
-            _decide_about_host(trainer, stock, verdict)
-        if session.mode is not Mode.ENFORCE or leave or trainer in _left:
-            result = host()
+    scale = loss_scale(trainer.accelerator)
+    stock = _host_norm(trainer, session, scale) if look else None
+    may_stay = replaced == "auto" and stock is not None and stock.may_stay and not session.agreed.reductions
+    if not acts or may_stay:
+        verdict = handle.measure(scale=scale)
+        if not acts or (stock is not None and _stays(trainer, stock, float(verdict.norm))):
+            norm = host()
+            handle.host_clipped()
             _remember(trainer, verdict, stock, max_norm)
-            if session.mode is not Mode.ENFORCE:
-                norm = result.full_tensor() if isinstance(result, DTensor) else torch.as_tensor(result)
-                log_difference(norm, verdict, max_norm)
-            return result
+            if not enforce:
+                log_difference(plain_norm(norm), verdict, max_norm)
+            return norm
+    elif trainer in _left:
+        _replace(trainer, "cannot be measured any more: the gradient of a DTensor is missing on some rank")
+    trainer.accelerator.unscale_gradients()
     verdict = handle.clip(max_norm)
     _remember(trainer, verdict, stock, max_norm)
     return verdict.norm
 
 
-def _host_can_stay(trainer: Trainer, session: Any, stock: HostNorm | None) -> bool:
-    """Whether stock may be right: all gradients are DTensors, nothing is pending, and it could be measured."""
-    sharded = all(isinstance(entry.parameter, DTensor) for entry in session.entries)
-    candidate = sharded and not session.agreed.reductions and session.config.clip.replace == "auto"
-    return candidate and (stock is not None or trainer in _left)
+def _host_norm(trainer: Trainer, session: Session, scale: float) -> HostNorm | None:
+    parameters = list(trainer.model.parameters())
+    # transformers 5.18 to 5.24, trainer.py: the path for several meshes clips fp16 gradients without unscaling them.
+    if scale != 1.0 and trainer._has_mixed_mesh_grads(trainer.model):
+        scale = 1.0
+    # The development builds of accelerate 1.15 lack the second function, so its version says nothing.
+    spans = hasattr(trainer, "_mixed_mesh_grad_norm") or hasattr(trainer.accelerator, "_clip_grad_norm_dtensor_aware")
+    return measure_host_norm(parameters, session, scale=scale, spans_meshes=spans)
 
 
-def _decide_about_host(trainer: Trainer, stock: HostNorm, verdict: Verdict) -> None:
-    """Leave a host alone whose norm is the true one; the decision is the same on all ranks."""
-    true = float(verdict.norm)
-    right = abs(stock.norm - true) <= _RIGHT * max(true, 1e-30) and stock.spread <= 1 + _RIGHT
-    if right and trainer not in _left:
-        _left.add(trainer)
-        if distributed_rank() == 0:
+def _stays(trainer: Trainer, stock: HostNorm, true: float) -> bool:
+    """Leave a host alone whose norm is the true one."""
+    if true == 0 or not math.isfinite(true):  # says nothing of the host
+        return trainer in _left
+    if stock.is_right(true):
+        if trainer not in _left and distributed_rank() == 0:
             say(f"host norm verified: {stock.norm:.6g}, true {true:.6g}; left in place (clip.replace: auto)")
-    elif not right:
-        if distributed_rank() == 0:
-            say(f"host norm {stock.norm:.6g} is not the true {true:.6g} (ranks apart by {stock.spread:.6g}); replaced")
-        _left.discard(trainer)
+        _left.add(trainer)
+        return True
+    _replace(trainer, f"{stock.norm:.6g} is not the true {true:.6g} (ranks apart by {stock.spread:.6g})")
+    return False
+
+
+def _replace(trainer: Trainer, why: str) -> None:
+    if distributed_rank() == 0:
+        say(f"host norm {why}; replaced")
+    _left.discard(trainer)
 
 
 def _logging_is_due(trainer: Trainer) -> bool:
@@ -255,12 +292,12 @@ def _logging_is_due(trainer: Trainer) -> bool:
 
 
 def _remember(trainer: Trainer, verdict: Verdict, stock: HostNorm | None, max_norm: float) -> None:
-    """Values for the next log; tensors stay on the device until then."""
+    """Values for the log of this step; tensors stay on the device until then."""
     values: dict[str, float | Tensor] = {"ep_hooks/grad_norm": verdict.norm}
     values.update({f"ep_hooks/grad_norm/{name}": norm for name, norm in verdict.domains.items()})
-    values["ep_hooks/clip_coef"] = torch.clamp(max_norm / (verdict.norm + 1e-6), max=1.0)
+    values["ep_hooks/clip_coef"] = clip_coefficient(verdict.norm, max_norm)
     if stock is not None:
         true = float(verdict.norm)
-        values["ep_hooks/host_ratio"] = stock.norm / true if true else math.nan
+        values["ep_hooks/host_ratio"] = 1.0 if stock.norm == true else stock.norm / true if true else math.inf
         values["ep_hooks/rank_spread"] = stock.spread
-    _logged[trainer] = values
+    _logged[trainer] = trainer.state.global_step + 1, values

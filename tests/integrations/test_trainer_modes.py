@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import warnings
 from pathlib import Path
@@ -50,8 +51,18 @@ def _gathered(model: Any) -> float:
     return float(total.sqrt())
 
 
-def _native(folder: str, distributed: dict[str, int], replace: str) -> dict[str, Any]:
-    """Native expert parallelism of transformers, whose norm is right."""
+SCALE = 1024.0
+
+
+def scaler_on_cpu(accelerator: Any) -> None:
+    """What ``Accelerator(mixed_precision="fp16")`` sets on an accelerator; it refuses to on CPU (1.15, line 565)."""
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    accelerator.native_amp = True
+    accelerator.state._mixed_precision = "fp16"
+
+
+def _native(folder: str, distributed: dict[str, int], config: Any, scaled: bool = False) -> dict[str, Any]:
+    """Native expert parallelism of transformers, whose norm is right, but for scaled gradients on several meshes."""
     from transformers import AutoModelForCausalLM, Trainer
     from transformers.distributed import DistributedConfig
 
@@ -61,14 +72,16 @@ def _native(folder: str, distributed: dict[str, int], replace: str) -> dict[str,
         _tiny_qwen().save_pretrained(folder)
     dist.barrier()
     _reset_accelerate()
-    seen: dict[str, Any] = {"ratio": []}
+    seen: dict[str, Any] = {"ratio": [], "clipped": []}
+    scale = SCALE if scaled else 1.0
 
     class Watched(Trainer):
         def _clip_grad_norm(self, model: Any) -> Any:
-            true = _gathered(model)
+            true = _gathered(model) / scale
             reported = super()._clip_grad_norm(model)
             number = reported.full_tensor() if isinstance(reported, DTensor) else reported
             seen["ratio"].append(float(number) / true)
+            seen["clipped"].append(_gathered(model))
             return reported
 
     with tempfile.TemporaryDirectory() as out, warnings.catch_warnings():
@@ -77,13 +90,16 @@ def _native(folder: str, distributed: dict[str, int], replace: str) -> dict[str,
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, distributed_config=DistributedConfig(**distributed)
         )
-        callback = transformers.EPHooksCallback({"clip": {"replace": replace}})
-        trainer = Watched(model=model, args=arguments, train_dataset=Rows(), callbacks=[callback])
+        callbacks = [transformers.EPHooksCallback(config)] if config is not None else []
+        trainer = Watched(model=model, args=arguments, train_dataset=Rows(), callbacks=callbacks)
+        if scaled:
+            scaler_on_cpu(trainer.accelerator)
         trainer.train()
         seen["left"] = trainer in transformers._left
-        seen["domains"] = sorted({entry.domain.name for entry in callback.handle.session.entries})
         seen["ratios"] = [entry.get("ep_hooks/host_ratio") for entry in trainer.state.log_history[:3]]
-        callback.remove()
+        for callback in callbacks:
+            seen["domains"] = sorted({entry.domain.name for entry in callback.handle.session.entries})
+            callback.remove()
     _reset_accelerate()
     return seen
 
@@ -92,11 +108,35 @@ def _native(folder: str, distributed: dict[str, int], replace: str) -> dict[str,
 def test_native_expert_parallelism_is_verified_and_left_alone(world: int, tmp_path: Path) -> None:
     distributed = {"fsdp_size": world, "ep_size": 2}
     for replace in ("auto", "always"):
-        for seen in run_ranks(_native, world, str(tmp_path / "model"), distributed, replace, timeout=200):
+        config = {"clip": {"replace": replace}}
+        for seen in run_ranks(_native, world, str(tmp_path / "model"), distributed, config, timeout=200):
             assert seen["ratio"] == pytest.approx([1.0] * 3, abs=1e-6)
             assert seen["left"] is (replace == "auto")
             assert seen["domains"] == ["dense", "expert"]
             assert seen["ratios"] == pytest.approx([1.0] * 3, abs=1e-5)
+
+
+def test_fp16_on_several_meshes_is_unscaled(tmp_path: Path) -> None:
+    """transformers 5.18 to 5.24: ``Trainer._mixed_mesh_grad_norm`` clips the scaled gradients."""
+    runs = functools.partial(run_ranks, _native, 2, str(tmp_path / "model"), {"fsdp_size": 2, "ep_size": 2})
+    for seen in runs(None, True, timeout=100):
+        assert seen["ratio"] == pytest.approx([SCALE] * 3, rel=1e-5), "so that the true norm after the clip is 1 / 1024"
+    for seen in runs({}, True, timeout=100):
+        assert seen["ratio"] == pytest.approx([1.0] * 3, abs=1e-6)
+        assert seen["clipped"] == pytest.approx([1.0] * 3, rel=1e-5)
+        assert seen["ratios"] == pytest.approx([SCALE] * 3, rel=1e-5)
+        assert not seen["left"]
+    for seen in runs({"mode": "observe"}, True, timeout=100):
+        assert seen["ratio"] == pytest.approx([SCALE] * 3, rel=1e-5)
+        assert seen["ratios"] == pytest.approx([SCALE] * 3, rel=1e-5)
+
+
+def test_fp16_on_one_mesh_is_left_alone(tmp_path: Path) -> None:
+    for seen in run_ranks(_native, 2, str(tmp_path / "model"), {"fsdp_size": 2}, {}, True, timeout=100):
+        assert seen["ratio"] == pytest.approx([1.0] * 3, abs=1e-6)
+        assert seen["clipped"] == pytest.approx([1.0] * 3, rel=1e-5)
+        assert seen["ratios"] == pytest.approx([1.0] * 3, abs=1e-5)
+        assert seen["left"]
 
 
 def _resumed(folder: str) -> bool:
