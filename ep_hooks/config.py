@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from ep_hooks.domains import REPLICATE, SHARD, Domain, Placement, partial
 from ep_hooks.errors import ConfigError, DomainError
@@ -28,6 +38,7 @@ __all__ = [
     "SyncConfig",
     "ThresholdConfig",
     "load_config",
+    "ranks_in",
 ]
 
 
@@ -43,6 +54,21 @@ def _norm_type(value: float) -> float:
     return value
 
 
+def _off(value: Any) -> Any:
+    """YAML 1.1 reads an unquoted ``off`` as false."""
+    return "off" if value is False else value
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_no_bool)]
+"""A float; ``off``, which YAML reads as false, is not 0."""
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
@@ -51,7 +77,7 @@ class PartialSpec(_Model):
     """A pending reduction along one axis, written ``{partial: sum, divisor: 2}``."""
 
     partial: Literal["sum", "avg"] = Field(description="operator of the reduction that is still to be run")
-    divisor: float = Field(1.0, gt=0, description="the SUM is divided by this after the operator")
+    divisor: Number = Field(1.0, gt=0, allow_inf_nan=False, description="the SUM is divided by this after the operator")
     at: tuple[int, ...] = Field((), description="coordinates on the axis that take part; all if empty")
 
 
@@ -62,16 +88,36 @@ class TiedSpec(_Model):
     at: tuple[int, ...] = Field((), description="coordinates on the axis that hold it; all if empty")
 
 
-PlacementSpec = Literal["shard", "replicate", "sum", "avg"] | PartialSpec | TiedSpec
+def _spec_tag(value: Any) -> str:
+    if isinstance(value, PartialSpec | TiedSpec):
+        return "(partial)" if isinstance(value, PartialSpec) else "(tied)"
+    if isinstance(value, Mapping):
+        return "(tied)" if difflib.get_close_matches("replicate", map(str, value)) else "(partial)"
+    return "(word)"
+
+
+_TAGS: dict[str, type[BaseModel] | None] = {
+    "(name)": None, "(placements)": None, "(word)": None, "(partial)": PartialSpec, "(tied)": TiedSpec
+}  # fmt: skip
+"""Members of the unions below, with their keys: pydantic puts them into the place of an error."""
+
+PlacementSpec = Annotated[
+    Annotated[Literal["shard", "replicate", "sum", "avg"], Tag("(word)")]
+    | Annotated[PartialSpec, Tag("(partial)")]
+    | Annotated[TiedSpec, Tag("(tied)")],
+    Discriminator(_spec_tag),
+]
+DomainSpec = Annotated[
+    Annotated[str, Tag("(name)")] | Annotated[dict[str, PlacementSpec], Tag("(placements)")],
+    Discriminator(lambda value: "(placements)" if isinstance(value, Mapping) else "(name)"),
+]
 
 
 class DomainRule(_Model):
     """Declares the reduction domain of every parameter whose logical name matches."""
 
     match: str = Field(min_length=1, description="glob over the logical name, `*` crosses dots; case matters")
-    domain: str | dict[str, PlacementSpec] = Field(
-        description="dense, expert, ep_sum, or placements by axis such as {ep: shard, edp: avg}"
-    )
+    domain: DomainSpec = Field(description="dense, expert, ep_sum, or placements by axis such as {ep: shard, edp: avg}")
     name: str | None = Field(None, description="label of the domain in logs; made from the placements if not given")
     rest: Literal["shard", "replicate"] | None = Field(
         None, description="placement along axes that are not listed; without it they must be listed (fail closed)"
@@ -101,10 +147,10 @@ class DomainRule(_Model):
 class ClipConfig(_Model):
     """When and how gradients are clipped."""
 
-    max_norm: Annotated[float, AfterValidator(_positive)] | None = Field(
+    max_norm: Annotated[Number, AfterValidator(_positive)] | None = Field(
         None, description="clip before every optimizer step of an attached optimizer; null: the caller or host clips"
     )
-    norm_type: Annotated[float, AfterValidator(_norm_type)] = Field(2.0, description="p >= 1, or .inf")
+    norm_type: Annotated[Number, AfterValidator(_norm_type)] = Field(2.0, description="p >= 1, or .inf")
     replace: Literal["auto", "always", "never"] = Field(
         "auto", description="replace the host's norm: only where it is not known to be right, always, or never"
     )
@@ -123,15 +169,17 @@ class NonFiniteConfig(_Model):
 class ThresholdConfig(_Model):
     """What happens when the norm exceeds a threshold."""
 
-    norm: Annotated[float, AfterValidator(_positive)] | None = Field(None, description="null: no threshold")
+    norm: Annotated[Number, AfterValidator(_positive)] | None = Field(None, description="null: no threshold")
     action: Literal["warn", "skip", "zero", "raise"] = Field("warn", description="what to do above it")
 
 
 class SyncConfig(_Model):
     """Pending reductions."""
 
-    bucket_mb: float = Field(25.0, gt=0, description="size of one bucket in MiB of float32")
-    already_reduced: Literal["raise", "warn", "off"] = Field(
+    bucket_mb: Number = Field(
+        25.0, gt=0, le=2**20, allow_inf_nan=False, description="size of one bucket in MiB of float32"
+    )
+    already_reduced: Annotated[Literal["raise", "warn", "off"], BeforeValidator(_off)] = Field(
         "raise", description="inputs of a pending SUM that are equal on all ranks and not zero"
     )
     broadcast: bool = Field(
@@ -152,7 +200,9 @@ class EPHooksConfig(_Model):
     Unknown keys are errors. The same schema is used in YAML, JSON, a dict and a framework's config file.
     """
 
-    mode: Mode | None = Field(None, description="observe, repair, enforce or off; EP_HOOKS in the environment wins")
+    mode: Annotated[Mode | None, BeforeValidator(_off)] = Field(
+        None, description="observe, repair, enforce or off; EP_HOOKS in the environment wins"
+    )
     axes: Annotated[dict[str, dict[str, int]], BeforeValidator(_axes)] = Field(
         default_factory=dict,
         description="sizes of the axes where no device mesh says so, last axis fastest: {edp: 2, ep: 4}, or by "
@@ -227,7 +277,7 @@ def load_config(source: str | Path | Mapping[str, Any] | EPHooksConfig | None = 
         origin = str(source)
         try:
             text = Path(source).read_text(encoding="utf-8")
-            data = json.loads(text) if origin.endswith(".json") else yaml.safe_load(text)
+            data = _parse_json(text) if origin.endswith(".json") else yaml.load(text, Loader=_Loader)
         except OSError as error:
             raise ConfigError(f"cannot read the config file {origin!r}: {error.strerror or error}") from None
         except (yaml.YAMLError, ValueError) as error:
@@ -245,18 +295,59 @@ def load_config(source: str | Path | Mapping[str, Any] | EPHooksConfig | None = 
         raise ConfigError(f"{origin}: {len(lines)} error(s):\n" + "\n".join(f"  {line}" for line in lines)) from None
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses keys that are written twice, of which PyYAML takes the last one."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            line = key.start_mark.line + 1
+            if (key.tag, key.value) in lines:
+                first = lines[key.tag, key.value]
+                raise yaml.YAMLError(f"line {line}: key {key.value!r} is there already, in line {first}; remove one")
+            lines[key.tag, key.value] = line
+        return node
+
+
+def _parse_json(text: str) -> Any:
+    data = json.loads(text)
+    # JSON is YAML but for tabs: refuses repeated keys and names their lines.
+    yaml.compose(text.replace("\t", " "), Loader=_Loader)
+    return data
+
+
+def ranks_in(source: Any) -> tuple[int, ...] | None:
+    """The rank set that a configuration asks for, even if something else in it is wrong; ``None`` if it asks for none.
+
+    A rank with a wrong configuration needs it in order to tell the others.
+    """
+    try:
+        if isinstance(source, str | Path):
+            source = yaml.safe_load(Path(source).read_text(encoding="utf-8"))
+        given = source.ranks if isinstance(source, EPHooksConfig) else source["ranks"]
+        return EPHooksConfig(ranks=given).ranks
+    except Exception:
+        return None
+
+
 def _explain(item: Mapping[str, Any]) -> str:
-    place = ".".join(str(part) for part in item["loc"])
+    place = ".".join(str(part) for part in item["loc"] if part not in _TAGS)
     if item["type"] != "extra_forbidden":
-        return f"{place or 'config'}: {item['msg'].removeprefix('Value error, ')} (got {item['input']!r:.200})"
+        given = item["input"]
+        words = "yes or on" if given is True else "no or off"
+        origin = f", as YAML reads an unquoted {words}" if isinstance(given, bool) else ""
+        return f"{place or 'config'}: {item['msg'].removeprefix('Value error, ')} (got {given!r:.200}{origin})"
     model: type[BaseModel] = EPHooksConfig
     for part in item["loc"][:-1]:
-        if isinstance(part, str) and part in model.model_fields:
+        if part in _TAGS:
+            model = _TAGS[part] or model
+        elif isinstance(part, str) and part in model.model_fields:
             inner = model.model_fields[part].annotation
             model = DomainRule if part == "domains" else inner if isinstance(inner, type) else model
     near = difflib.get_close_matches(str(item["loc"][-1]), model.model_fields, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(model.model_fields)}"
-    return f"{place}: unknown key{hint}"
+    hint = f"did you mean {near[0]!r}? Known" if near else "known"
+    return f"{place}: unknown key; {hint} keys: {', '.join(model.model_fields)}"
 
 
 def _placement(spec: PlacementSpec) -> Placement:

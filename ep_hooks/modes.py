@@ -41,7 +41,7 @@ def resolve_mode(configured: str | None = None, argument: str | None = None) -> 
         (configured, "config `mode`"),
         (argument, "argument `mode`"),
     ):
-        if value:
+        if value is not None and value != "":
             try:
                 return Mode(value)
             except ValueError:

@@ -68,10 +68,51 @@ def test_infinity_can_be_written(tmp_path: Path) -> None:
         assert (clip.norm_type, clip.max_norm) == (math.inf, math.inf)
 
 
-@pytest.mark.xfail(strict=True, raises=ConfigError, reason="YAML 1.1 reads an unquoted off as false")
-@pytest.mark.parametrize("text", ["mode: off", "sync: {already_reduced: off}"])
-def test_off_needs_no_quotes(text: str, tmp_path: Path) -> None:
-    load_config(write(tmp_path, text))
+def test_off_needs_no_quotes(tmp_path: Path) -> None:
+    """YAML 1.1 reads an unquoted off as false."""
+    config = load_config(write(tmp_path, "mode: off\nsync: {already_reduced: off}"))
+    assert (config.mode, config.sync.already_reduced) == (Mode.OFF, "off")
+    assert config == load_config({"mode": "off", "sync": {"already_reduced": "off"}})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mode: on", "mode: Input should be 'off', 'observe', 'repair' or 'enforce' (got True, as YAML reads an"),
+        ("sync: {already_reduced: yes}", "sync.already_reduced: Input should be 'raise', 'warn' or 'off' (got True"),
+        ("undeclared: off", "undeclared: Input should be 'assume' or 'raise' (got False, as YAML reads an unquoted"),
+        ("clip: {max_norm: off}", "clip.max_norm: must be a number (got False, as YAML"),
+        ("clip: {norm_type: on}", "clip.norm_type: must be a number (got True, as YAML"),
+        ("threshold: {norm: off}", "threshold.norm: must be a number (got False, as YAML"),
+        ("sync: {bucket_mb: on}", "sync.bucket_mb: must be a number (got True, as YAML"),
+        ("domains: [{match: a, domain: {ep: {partial: sum, divisor: on}}}]", "divisor: must be a number (got True, as"),
+    ],
+)  # fmt: skip
+def test_other_words_that_yaml_reads_as_true_or_false(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, text))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        ("mode: off\n\nmode: enforce\n", "c.yaml", "line 3: key 'mode' is there already, in line 1"),
+        ("clip:\n  max_norm: 1\n  max_norm: 2\n", "c.yaml", "line 3: key 'max_norm' is there already, in line 2"),
+        ('{"clip": {\n\t"max_norm":1,\n\t"max_norm":2}}', "c.json", "line 3: key 'max_norm' is there already, in line"),
+    ],
+)  # fmt: skip
+def test_a_key_that_is_written_twice(text: str, name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, text, name))
+
+
+def test_equal_keys_of_different_mappings_are_no_repeats(tmp_path: Path) -> None:
+    text = "nonfinite: &same {action: skip}\nthreshold: {<<: *same, action: raise}\n"
+    config = load_config(write(tmp_path, text))
+    assert (config.nonfinite.action, config.threshold.action) == ("skip", "raise")
+    config = load_config(write(tmp_path, '{"nonfinite":{"action":"skip"},\n\t"threshold":{"action":"skip"}}', "c.json"))
+    assert (config.nonfinite.action, config.threshold.action) == ("skip", "skip")
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -101,11 +142,15 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ({"clip": {"norm_type": math.nan}}, "clip.norm_type: must be"),
         ({"clip": {"replace": "yes"}}, "clip.replace: Input should be 'auto', 'always' or 'never' (got 'yes')"),
         ({"threshold": {"norm": math.nan}}, "threshold.norm: must be"),
-        ({"sync": {"bucket_mb": 0}}, "sync.bucket_mb: "),
+        *(({"sync": {"bucket_mb": wrong}}, "sync.bucket_mb: Input should be") for wrong in (
+            0, -1.0, math.inf, -math.inf, math.nan, 1e308, ".inf", "inf"
+        )),
         ({"mode": "observ"}, "mode: Input should be 'off', 'observe', 'repair' or 'enforce' (got 'observ')"),
         ({"domains": [{"domain": "dense"}]}, "domains.0.match: Field required"),
         ({"domains": [{"match": "a", "domain": "exprt"}]}, "domains.0: no domain 'exprt'; built in are dense"),
         ({"domains": [{"match": "a", "domain": {"ep": {"partial": "sum", "divisor": 0}}}]}, "greater than 0"),
+        ({"domains": [{"match": "a", "domain": {"ep": {"partial": "sum", "divisor": math.inf}}}]}, "a finite number"),
+        ({"domains": [{"match": "a", "domain": {"ep": {"partial": "sum", "divisor": math.nan}}}]}, "a finite number"),
         ({"domains": [{"match": "a", "domain": {"ep": "shard"}, "name": "a b"}]}, "a domain's name may hold"),
         ({"clip": {"max_norm": -1, "x": 1}, "snyc": {}}, "3 error(s)"),
     ],
@@ -114,6 +159,26 @@ def test_mistakes_say_where_and_what_was_meant(wrong: dict[str, Any], message: s
     with pytest.raises(ConfigError) as caught:
         load_config(wrong)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        (
+            {"partial": "sum", "divsor": 2},
+            ".divsor: unknown key; did you mean 'divisor'? Known keys: partial, divisor, at",
+        ),
+        ({"partial": "sum", "zzz": 2}, ".zzz: unknown key; known keys: partial, divisor, at"),
+        ({"replicate": True, "att": [0]}, ".att: unknown key; did you mean 'at'? Known keys: replicate, at"),
+        ({"partial": "max"}, ".partial: Input should be 'sum' or 'avg' (got 'max')"),
+        ({"divisor": 2}, ".partial: Field required (got {'divisor': 2})"),
+        ("shrad", ": Input should be 'shard', 'replicate', 'sum' or 'avg' (got 'shrad')"),
+    ],
+)
+def test_a_mistake_in_a_placement_is_one_error(placement: object, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"domains": [{"match": "a", "domain": {"edp": "avg", "ep": placement}}]})
+    assert str(caught.value) == f"config: 1 error(s):\n  domains.0.domain.ep{message}"
 
 
 @pytest.mark.parametrize(
@@ -200,6 +265,8 @@ def test_misspelt_modes(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_mode(None, "enforced")
     with pytest.raises(ConfigError, match="config `mode` is 'x'"):
         resolve_mode("x", None)
+    with pytest.raises(ConfigError, match="argument `mode` is False, which is no mode"):
+        resolve_mode(None, False)  # type: ignore[arg-type]
     for value in ("obsrve", "true", "2"):
         monkeypatch.setenv(ENVIRONMENT_VARIABLE, value)
         with pytest.raises(ConfigError, match=f"environment variable EP_HOOKS is '{value}'"):
