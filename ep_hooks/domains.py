@@ -7,6 +7,7 @@ domain: no synchronisation, SUM over TP, AVG over DP and SUM over EP are four di
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
@@ -63,8 +64,8 @@ class Placement:
     def __post_init__(self) -> None:
         if self.op not in ("sum", "avg"):
             raise DomainError(f"a pending reduction is 'sum' or 'avg', got {self.op!r}")
-        if not self.divisor > 0:
-            raise DomainError(f"the divisor of a pending reduction must be > 0, got {self.divisor}")
+        if not 0 < self.divisor < math.inf:
+            raise DomainError(f"the divisor of a pending reduction must be finite and > 0, got {self.divisor}")
 
     def restricted(self, axis: Axis) -> Axis:
         """``axis`` with only the coordinates in ``at``."""
@@ -83,7 +84,11 @@ REPLICATE = Placement(PlacementKind.REPLICATE)
 
 
 def partial(op: str = "sum", divisor: float = 1.0, at: Sequence[int] = ()) -> Placement:
-    """A pending reduction: SUM or AVG over the axis, then division by ``divisor``."""
+    """A pending reduction: SUM or AVG over the axis, then division by ``divisor``.
+
+    The mean is over the ranks of the axis: one that holds no such parameter, or has no gradient, counts as zero, as in
+    DistributedDataParallel.
+    """
     return Placement(PlacementKind.PARTIAL, op, divisor, tuple(at))
 
 
@@ -221,12 +226,14 @@ class Domain:
 
         Raises:
             TopologyError: an axis that the topology does not have.
-            DomainError: an axis with several ranks about which the domain says nothing.
+            DomainError: an axis with several ranks about which the domain says nothing, or a divisor along a named
+                axis on which every rank is alone.
         """
         listed = [
             (topology.axis(key) if isinstance(key, str) else key, placement)
             for key, placement in self.placements.items()
         ]
+        self._no_lost_divisor(topology)
         explicit = any(not isinstance(key, str) for key in self.placements)
         factorisation = self._factorisation(topology)
         if not explicit:
@@ -242,6 +249,14 @@ class Domain:
                 divisor = placement.divisor * (len(group) if placement.op == "avg" else 1)
                 reductions.append(PendingReduction(group, divisor, axis.name, stage))
         return ResolvedDomain(self.name, topology.closure(rank, sharing), tuple(reductions), _text(listed))
+
+    def _no_lost_divisor(self, topology: Topology) -> None:
+        for key, placement in self.placements.items():
+            if placement.divisor != 1 and isinstance(key, str) and placement.restricted(topology.axis(key)).largest < 2:
+                raise DomainError(
+                    f"domain {self.name!r} divides by {placement.divisor:g} along axis {key!r}, on which only one rank "
+                    "takes part: no reduction runs that could divide. Say `replicate` along it and scale the loss"
+                )
 
     def _factorisation(self, topology: Topology) -> tuple[Axis, ...]:
         """The first factorisation that holds all named axes; with no name, the first that has stages."""
@@ -303,6 +318,7 @@ def _text(listed: Sequence[tuple[Axis, Placement]]) -> str:
     words = []
     for axis, placement in listed:
         if axis.largest > 1:
-            op = f"({placement.op})" if placement.kind is PlacementKind.PARTIAL else ""
+            over = "" if placement.divisor == 1 else f" / {placement.divisor:g}"
+            op = f"({placement.op}{over})" if placement.kind is PlacementKind.PARTIAL else ""
             words.append(f"{axis.name}:{placement.kind.value}{op}")
     return " ".join(words) or "local"

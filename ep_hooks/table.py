@@ -84,11 +84,10 @@ class Entry:
 
     def describe(self) -> str:
         """What every holder of the piece must agree on, as text."""
-        # Holders may sit in different groups of an axis: its size is what they have in common.
-        reductions = ", ".join(f"{r.axis} of {len(r.ranks)} / {r.divisor:g}" for r in self.domain.reductions)
+        # Not its pending reductions: holders may sit in groups of different size, and one alone on an axis has none.
         return (
             f"shape {list(self.source.shape)}, dtype {str(self.source.dtype).removeprefix('torch.')}, "
-            f"domain {self.domain.name} ({self.domain.text}), pending [{reductions}]"
+            f"domain {self.domain.name} ({self.domain.text})"
             + (f", holdings {self.source.holdings}" if self.source.holdings else "")
         )
 
@@ -201,6 +200,13 @@ def _strongest(source: Source, rule: Rule | None, said: Domain | None, default: 
         # What a framework does with a parameter by default does not tell that it is right for an expert: a wrong
         # answer is worse than an error that names it.
         return None
+    for other in source.evidence:
+        if best is not None and other.kind is best.kind and other.domain != best.domain:
+            raise DomainError(
+                f"{source.id}: two {best.kind.name.lower()} evidences contradict each other: {best.source} says "
+                f"{best.domain.name!r}, {other.source} says {other.domain.name!r}; declare it, in the config or with "
+                "ep_hooks.declare()"
+            )
     return best
 
 

@@ -114,11 +114,9 @@ def run(cases: list[dict[str, Any]], timeout: float) -> dict[str, tuple[bool, li
             done = _launch(todo, world, timeout)
             for case, answers in zip(todo, done, strict=False):
                 verdicts[case["id"]] = judge(case, answers)
-            if len(done) < len(todo) and all(isinstance(answer, tuple) for answer in (done or [[]])[-1]):
-                hung = todo[len(done)]
-                verdicts[hung["id"]] = (False, ["no answer"] * world, f"hung or died within {timeout:g} s")
-                done.append([])
-            todo = todo[len(done) :]
+            if not done:  # it hung with nothing before it that could be to blame
+                verdicts[todo[0]["id"]] = (False, ["no answer"] * world, f"hung or died within {timeout:g} s")
+            todo = todo[max(1, len(done)) :]
     return verdicts
 
 

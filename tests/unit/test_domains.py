@@ -87,6 +87,20 @@ def test_order_and_divisors_of_pending_reductions() -> None:
     assert [r.axis for r in turned.resolve(GRID, 5).reductions] == ["edp", "ep"]
 
 
+@pytest.mark.parametrize(
+    ("axis", "placement"),
+    [("ep", partial("sum", 2.0)), ("ep", partial("avg", 2.0)), ("edp", partial("sum", 2.0, (-1,)))],
+)
+def test_a_divisor_needs_a_reduction(axis: str, placement: Placement) -> None:
+    """Regression: no reduction runs over one rank, and the divisor was lost."""
+    topology = Topology.grid({"expert": {"edp": 2, "ep": 1}})
+    for rank in topology.ranks:
+        with pytest.raises(DomainError, match=rf"'factor' divides by 2 along axis '{axis}', on which only one rank"):
+            Domain("factor", {axis: placement}, REPLICATE).resolve(topology, rank)
+    undivided = Domain("factor", {axis: partial(placement.op, at=placement.at)}, REPLICATE)
+    assert undivided.resolve(topology, 0).reductions == ()
+
+
 def test_text() -> None:
     assert Domain("x", {"ep": SHARD, "edp": partial("avg")}).resolve(GRID, 0).text == "ep:shard edp:partial(avg)"
     assert Domain.replicated().resolve(Topology((0,)), 0).text == "local"
@@ -128,7 +142,7 @@ def test_axes_of_two_factorisations_leave_no_rest() -> None:
 def test_words_that_make_no_domain() -> None:
     with pytest.raises(DomainError, match="'max'"):
         partial("max")
-    for divisor in (0.0, -1.0, math.nan):
+    for divisor in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(DomainError, match="divisor"):
             partial(divisor=divisor)
     with pytest.raises(DomainError, match="cannot be `rest`"):

@@ -41,6 +41,18 @@ def test_the_strongest_evidence_wins_in_any_order(order: tuple[int, ...]) -> Non
     assert (entry.domain.name, entry.evidence.kind) == ("placement", EvidenceKind.PLACEMENT)
 
 
+def test_evidence_of_one_kind_that_contradicts_itself() -> None:
+    first = said(EvidenceKind.ATTRIBUTE, Domain.replicated())
+    twin, other = replace(first, source="twin"), Evidence(EvidenceKind.ATTRIBUTE, "other", Domain.expert())
+    assert only(classify([source("w", first, twin)], GRID, 0)).evidence == first
+    message = "w: two attribute evidences contradict each other: attribute says 'dense', other says 'expert'"
+    with pytest.raises(DomainError, match=message):
+        classify([source("w", first, other)], GRID, 0)
+    placed = said(EvidenceKind.PLACEMENT, Domain.expert())
+    for rules, evidence in (([], (first, other, placed)), ([Rule("w", Domain.expert())], (first, other))):
+        assert only(classify([source("w", *evidence)], GRID, 0, rules)).domain.replicas == (0, 2)
+
+
 def test_a_declaration_wins_over_a_placement() -> None:
     placed = said(EvidenceKind.PLACEMENT, Domain.replicated())
     by_rule = only(classify([source("w", placed)], GRID, 0, [Rule("w", Domain.expert())]))
