@@ -7,6 +7,7 @@ all-reduce. So it joins that all-reduce with zeros and a request; the others see
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,12 +17,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ep_hooks.adapter import Adapter
-from ep_hooks.agreement import gather_objects, raise_first
+from ep_hooks.agreement import gather_objects, portable, raise_first
 from ep_hooks.config import EPHooksConfig
 from ep_hooks.errors import EPHooksError
 from ep_hooks.groups import ProcessGroups, is_distributed
 from ep_hooks.modes import Mode
-from ep_hooks.norm import packed_norm
+from ep_hooks.norm import check_norm_type, packed_norm
 from ep_hooks.session import AD_HOC_SLOTS, Answer, Session
 
 __all__ = ["session_for"]
@@ -43,6 +44,7 @@ def session_for(
     config: EPHooksConfig,
     mode: Mode,
     norm_type: float,
+    problem: Exception | None = None,
 ) -> Session:
     """The session of these parameters; a collective over the rank set if they are new.
 
@@ -50,6 +52,7 @@ def session_for(
         key: what else distinguishes calls: meshes, group, assumptions.
         make_adapter: called if the parameters are new.
         norm_type: of the call, since the collective that a new rank joins depends on it.
+        problem: why this rank cannot go on; if the parameters are new, it is raised on all ranks together.
     """
     key = (*key, mode, tuple(map(id, parameters)))
     if key in _SESSIONS:
@@ -62,10 +65,13 @@ def session_for(
     ranks = _rank_set(adapter)
     group = _AGREED.get(ranks)
     if group is not None and group is _group(ranks):
-        packed_norm({}, len(AD_HOC_SLOTS), norm_type, group, torch.device("cpu"), requests=1)
-        answers = gather_objects(Answer(changed=True), group)
-        raise_first(None, [answer.error for answer in answers], ranks)
-    session = Session(adapter, config, mode, ad_hoc=True)
+        power = 2.0
+        with contextlib.suppress(TypeError, ValueError):  # the session tells the others what is wrong with it
+            power = check_norm_type(norm_type)
+        packed_norm({}, len(AD_HOC_SLOTS), power, group, torch.device("cpu"), requests=1)
+        answers = gather_objects(Answer(portable(problem), changed=True), group)
+        raise_first(problem, [answer.error for answer in answers], ranks)
+    session = Session(adapter, config, mode, ad_hoc=True, problem=problem)
     while len(_SESSIONS) >= _MOST:
         _SESSIONS.pop(next(iter(_SESSIONS)))[1].close()
     _SESSIONS[key] = ([weakref.ref(parameter) for parameter in parameters], session)

@@ -23,7 +23,7 @@ from ep_hooks.plan import BucketItem
 from ep_hooks.table import Entry, ParameterTable
 from ep_hooks.topology import Topology
 
-__all__ = ["Agreed", "Report", "agree", "gather_objects", "portable", "raise_first", "raise_together"]
+__all__ = ["Agreed", "Report", "agree", "gather_objects", "portable", "raise_first"]
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,6 @@ def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered
-
-
-def raise_together(error: Exception | None, ranks: Sequence[int], group: ProcessGroup | None) -> None:
-    """Raise on every rank if any rank has an error. One ``all_gather_object``."""
-    raise_first(error, gather_objects(portable(error), group), ranks)
 
 
 def raise_first(

@@ -22,14 +22,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ep_hooks import registry, report
 from ep_hooks.ad_hoc import session_for
 from ep_hooks.adapter import Adapter
-from ep_hooks.clip import check_max_norm
-from ep_hooks.config import EPHooksConfig, load_config
+from ep_hooks.config import EPHooksConfig, load_config, ranks_in
 from ep_hooks.domains import Domain, Evidence, EvidenceKind
 from ep_hooks.errors import ConfigError
 from ep_hooks.groups import distributed_rank, is_distributed
 from ep_hooks.hosts import mode_on_host
 from ep_hooks.modes import Mode, resolve_mode
-from ep_hooks.norm import Verdict, check_norm_type
+from ep_hooks.norm import Verdict
 from ep_hooks.optimizer_hooks import OptimizerHooks, unwrap_optimizer
 from ep_hooks.scaler import unwatch_scalers, watch_scalers
 from ep_hooks.session import Session
@@ -182,30 +181,47 @@ def attach(
         AgreementError: ranks that should be equal differ; names the first difference.
         TooLateError: DDP already averages a parameter that is declared otherwise.
     """
-    loaded = load_config(config)
-    chosen = mode_on_host(loaded.resolved_mode(mode), registry.adapter("fsdp2").tested_versions, loaded)
-    if chosen is Mode.OFF:
-        report.announce_off()
-        return Handle(None, loaded, None)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"attach() takes a module, got {type(model).__name__}")
-    if _handle_of(list(model.parameters())) is not None:
-        raise ConfigError("this model is attached already; call remove() on its handle before attaching it again")
-    optimizers = _optimizers(optimizer)
+    problem: Exception | None = None
+    loaded, chosen = EPHooksConfig(), Mode.ENFORCE
+    optimizers: tuple[Optimizer, ...] = ()
+    module: nn.Module | tuple[()] = ()
+    try:
+        loaded = load_config(config)
+        chosen = mode_on_host(loaded.resolved_mode(mode), registry.adapter("fsdp2").tested_versions, loaded)
+        if chosen is Mode.OFF:
+            report.announce_off()
+            return Handle(None, loaded, None)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"attach() takes a module, got {type(model).__name__}")
+        if _handle_of(list(model.parameters())) is not None:
+            raise ConfigError("this model is attached already; call remove() on its handle before attaching it again")
+        module, optimizers = model, _optimizers(optimizer)
+    except Exception as error:  # raised below on all ranks together: the others are on their way into the set-up
+        problem, loaded = error, EPHooksConfig(ranks=ranks_in(config))
     default = Evidence(EvidenceKind.ASSUMED, "plain parameter, no wrapper", Domain.replicated())
     adapter = _pytorch_adapter(
-        model,
+        module,
         loaded,
         meshes=_meshes(mesh),
         optimizers=optimizers,
         default=default if loaded.undeclared == "assume" else None,
     )
-    return attach_adapter(adapter, loaded, chosen, optimizers)
+    return attach_adapter(adapter, loaded, chosen, optimizers, problem)
 
 
-def attach_adapter(adapter: Any, config: EPHooksConfig, mode: Mode, optimizers: Sequence[Optimizer]) -> Handle:
-    """Build a session over ``adapter``, announce it, and hook the optimizers. For adapters of frameworks."""
-    session = Session(adapter, config, mode)
+def attach_adapter(
+    adapter: Any,
+    config: EPHooksConfig,
+    mode: Mode,
+    optimizers: Sequence[Optimizer],
+    problem: Exception | None = None,
+) -> Handle:
+    """Build a session over ``adapter``, announce it, and hook the optimizers. For adapters of frameworks.
+
+    Args:
+        problem: why this rank cannot go on; raised on all ranks together.
+    """
+    session = Session(adapter, config, mode, problem=problem)
     report.announce(session)
     return Handle(session, config, _hook(session, optimizers))
 
@@ -257,25 +273,33 @@ def clip_grad_norm_(
         NonFiniteGradientError: ``error_if_nonfinite``.
         ValueError: ``max_norm`` negative or NaN, ``norm_type`` below 1 or NaN.
     """
-    check_max_norm(max_norm), check_norm_type(norm_type)
-    if isinstance(parameters, Tensor | nn.Module):
-        given = list(parameters.parameters()) if isinstance(parameters, nn.Module) else [parameters]
-    else:
-        given = list(parameters)
+    problem: Exception | None = None
+    given: list[Tensor] = []
+    try:
+        if isinstance(parameters, Tensor | nn.Module):
+            given = list(parameters.parameters()) if isinstance(parameters, nn.Module) else [parameters]
+        else:
+            given = list(parameters)
+        if assume not in (None, "replicated"):
+            raise ConfigError(f"assume must be 'replicated' or None, got {assume!r}")
+    except Exception as error:  # raised below, on all ranks together
+        problem = error
     handle = _handle_of(given)
     if handle is None and not given and len(_HANDLES) == 1:
         # A rank whose stage trains nothing must not go another way than the others.
         handle = next(iter(_HANDLES))
     mode = handle.session.mode if handle is not None and handle.session is not None else resolve_mode()
     if mode is Mode.OFF:
+        if problem is not None:
+            raise problem
         return torch_clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
     if handle is not None and handle.session is not None:
         session, only = handle.session, _subset(handle.session, given)
     else:
         module = parameters if isinstance(parameters, nn.Module) else None
-        session, only = _ad_hoc_session(module, given, _meshes(mesh), assume, group, mode, float(norm_type)), None
+        session, only = _ad_hoc_session(module, given, _meshes(mesh), assume, group, mode, norm_type, problem), None
     if mode in (Mode.OBSERVE, Mode.REPAIR):
-        verdict = session.clip(math.inf, norm_type, only=only)
+        verdict = session.clip(max_norm, norm_type, only=only, problem=problem)
         host = torch_clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
         host = host.full_tensor() if isinstance(host, DTensor) else host
         if handle is not None and handle.session is not None:
@@ -284,7 +308,7 @@ def clip_grad_norm_(
             session.mark_reduced()
         report.log_difference(host, verdict, max_norm)
         return host
-    verdict = session.clip(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, only=only)
+    verdict = session.clip(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, only=only, problem=problem)
     if handle is not None and handle.hooks is not None:
         handle.hooks.clipped()
     return verdict.norm
@@ -359,9 +383,8 @@ def _ad_hoc_session(
     group: ProcessGroup | None,
     mode: Mode,
     norm_type: float,
+    problem: Exception | None,
 ) -> Session:
-    if assume not in (None, "replicated"):
-        raise ConfigError(f"assume must be 'replicated' or None, got {assume!r}")
     ranks = _ranks(group)
     if ranks is not None and len(ranks) == 1:
         default: Evidence | None = Evidence(EvidenceKind.ATTRIBUTE, "this rank alone", Domain.replicated())
@@ -373,7 +396,7 @@ def _ad_hoc_session(
     def make() -> Adapter:
         return _pytorch_adapter(module if module is not None else given, config, meshes=meshes, default=default)
 
-    return session_for((module is not None, ranks, assume, meshes), given, make, config, mode, norm_type)
+    return session_for((module is not None, ranks, assume, meshes), given, make, config, mode, norm_type, problem)
 
 
 def _ranks(group: ProcessGroup | None) -> tuple[int, ...] | None:

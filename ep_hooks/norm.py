@@ -1,12 +1,14 @@
 """The global norm: local sums, one packed all-reduce, one verdict that is the same on every rank.
 
-Layout of the packed vector: ``[value per domain, non-finite flag per domain, found_inf, requests]``. With SUM it
-carries sums of powers, with MAX (``norm_type=inf``) maxima. NaN does not survive MAX on gloo, therefore the flags.
+Layout of the packed vector: ``[value per domain, non-finite flag per domain, found_inf, requests, comparison (2)]``.
+With SUM it carries sums of powers, with MAX (``norm_type=inf``) maxima. NaN does not survive MAX on gloo, therefore the
+flags.
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +21,7 @@ from ep_hooks.groups import packed_dtype
 from ep_hooks.local_norm import accumulate, logical_slice, max_abs
 from ep_hooks.plan import Slice
 
-__all__ = ["Packed", "Verdict", "Views", "check_norm_type", "local_views", "packed_norm", "rescaled_norm"]
+__all__ = ["Packed", "Verdict", "Views", "check_norm_type", "comparison", "local_views", "packed_norm", "rescaled_norm"]
 
 Views = Mapping[tuple[int, torch.device, torch.dtype], list[Tensor]]
 """Tensors to read, by (slot, device, dtype)."""
@@ -44,7 +46,11 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The packed result after the all-reduce: slices of one small vector on the group's device."""
+    """The packed result after the all-reduce: slices of one small vector on the group's device.
+
+    Attributes:
+        requests: 0-dim, above zero if a rank has something to tell, or ranks said different things.
+    """
 
     values: Tensor
     flags: Tensor
@@ -102,6 +108,7 @@ def packed_norm(
     *,
     found_inf: Tensor | None = None,
     requests: Tensor | int = 0,
+    said: str = "",
 ) -> Packed:
     """Local sums and the one collective of the norm.
 
@@ -112,6 +119,7 @@ def packed_norm(
         device: where the packed vector lives; a device of the group's backend.
         found_inf: 0-dim tensor, this rank's gradient scaler has found an overflow.
         requests: number (or 0-dim tensor) of things that this rank must tell the others before going on.
+        said: what all ranks must say alike, such as the arguments of the call.
 
     Does not wait for the device.
     """
@@ -131,10 +139,26 @@ def packed_norm(
             values = torch.where(torch.isnan(values), 0.0, values)
         inf_flag = zero if found_inf is None else (found_inf > 0).to(device=device, dtype=dtype)
         asked = requests.to(device=device, dtype=dtype) if isinstance(requests, Tensor) else zero + requests
-        packed = torch.cat([values, flags, torch.stack([inf_flag, asked])])
+        codes = comparison(said, maximum, dtype, group.rank(), group.size()) if group is not None else ()
+        packed = torch.cat([values, flags, torch.stack([inf_flag, asked, *(zero + code for code in codes)])])
         if group is not None:
             dist.all_reduce(packed, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group)
-    return Packed(packed[:slots], packed[slots : 2 * slots], packed[2 * slots], packed[2 * slots + 1])
+        differ = packed[2 * slots + 2 :].sum().abs()
+    return Packed(packed[:slots], packed[slots : 2 * slots], packed[2 * slots], packed[2 * slots + 1] + differ)
+
+
+def comparison(said: str, maximum: bool, dtype: torch.dtype, rank: int, ranks: int) -> tuple[float, float]:
+    """This rank's part of two numbers whose sum is zero, after the reduction, only if all ranks said the same.
+
+    SUM: the first of n ranks gives ``(n - 1) * code``, each other one ``-code``. MAX: each gives ``-code`` and
+    ``code``; the maxima are minus the smallest and the largest code. Codes are integers so small that sums are exact.
+    """
+    codes = 2 ** (52 if dtype == torch.float64 else 23) // ranks
+    code = 1 + zlib.crc32(said.encode()) % (codes - 1)
+    if maximum:
+        code += codes  # so that it cancels with no code of a rank that sums
+        return float(-code), float(code)
+    return float((ranks - 1) * code if rank == 0 else -code), 0.0
 
 
 def rescaled_norm(

@@ -18,6 +18,7 @@ from ep_hooks.domains import REPLICATE, SHARD, Domain
 from ep_hooks.errors import ConfigError
 from ep_hooks.norm import Verdict
 from ep_hooks.plan import owned_intervals
+from ep_hooks.rendezvous import tell
 from ep_hooks.session import Session
 from ep_hooks.table import Entry
 from ep_hooks.topology import Topology
@@ -50,7 +51,8 @@ def announce(session: Session) -> None:
 
 
 def announce_off() -> None:
-    """Say on rank 0 that ep_hooks was asked for and is switched off."""
+    """Say on rank 0, and to ranks that would wait for this one, that ep_hooks was asked for and is switched off."""
+    tell("switched off (mode off)")
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         print(f"ep_hooks {__version__} | mode off: nothing is changed", file=sys.stderr, flush=True)
 

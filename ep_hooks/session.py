@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_hooks.adapter import Adapter, Phase
-from ep_hooks.agreement import Agreed, Report, agree, gather_objects, portable, raise_first, raise_together
+from ep_hooks.agreement import Agreed, Report, agree, gather_objects, portable, raise_first
 from ep_hooks.assumptions import check_assumptions
 from ep_hooks.clip import check_max_norm, clip_coefficient, scale_gradients
 from ep_hooks.config import EPHooksConfig
 from ep_hooks.declarations import declaration_of
 from ep_hooks.domains import Placement
-from ep_hooks.errors import AlreadyReducedError, DomainError, UnfinishedGradientError
+from ep_hooks.errors import AgreementError, AlreadyReducedError, DomainError, TopologyError, UnfinishedGradientError
 from ep_hooks.groups import ProcessGroups, distributed_rank, is_distributed
 from ep_hooks.host_copy import HostCopy
 from ep_hooks.modes import Mode
@@ -32,6 +32,7 @@ from ep_hooks.norm import Packed, Verdict, Views, check_norm_type, local_views, 
 from ep_hooks.plan import Holding, PlanItem, Slice, owned_intervals, plan_buckets, plan_norm
 from ep_hooks.policy import Action, decide
 from ep_hooks.reductions import Key, broadcast_buckets, reduce_buckets
+from ep_hooks.rendezvous import meet
 from ep_hooks.table import Entry, ParameterTable, classify
 from ep_hooks.topology import Topology
 from ep_hooks.version import __version__
@@ -44,6 +45,8 @@ AD_HOC_SLOTS = ("total",)
 """Layout of the packed result of a call without ``attach``: one slot, whatever the domains."""
 
 _BYTES_PER_ELEMENT = 4
+Arguments = tuple[tuple[str, float], ...]
+"""What a call was given, by name."""
 
 
 @dataclass
@@ -55,12 +58,14 @@ class Answer:
         missing: entries with replicas elsewhere whose gradient this rank lacks, with their holders.
         partials: pending reductions that gradients show and the plan does not know.
         changed: this rank's parameters are not the ones that were agreed on.
+        arguments: (name, value) of what the call was given and all ranks must be given alike; empty if not asked.
     """
 
     error: tuple[str, type[Exception]] | None = None
     missing: dict[str, tuple[int, ...]] = field(default_factory=dict)
     partials: dict[str, dict[str, Placement]] = field(default_factory=dict)
     changed: bool = False
+    arguments: Arguments = ()
 
 
 @dataclass
@@ -72,6 +77,7 @@ class _Told:
     missing: frozenset[int]
     partials: dict[str, dict[str, Placement]]
     changed: bool
+    arguments: Arguments
     suspects: list[tuple[Key, str, Tensor]]
 
 
@@ -90,10 +96,19 @@ class Session:
         found_inf: 0-dim tensor that a gradient scaler of this rank has set; carried in the packed result.
     """
 
-    def __init__(self, adapter: Adapter, config: EPHooksConfig, mode: Mode, *, ad_hoc: bool = False) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        config: EPHooksConfig,
+        mode: Mode,
+        *,
+        ad_hoc: bool = False,
+        problem: Exception | None = None,
+    ) -> None:
         """Classify, agree and plan. A collective over the rank set.
 
         Args:
+            problem: why this rank cannot go on. It is raised here, and told to the others, on all ranks together.
             ad_hoc: for calls without ``attach``. The packed result then has one slot, so that a rank to which the
                 parameters are new can join the collective of the others and tell them.
         """
@@ -105,30 +120,34 @@ class Session:
         self.coefficient: Tensor | None = None
         self.skip_step = False
         self.found_inf: Tensor | None = None
+        self._compare = True
         self._synced: dict[int, Tensor] | None = None
         self.process_groups = ProcessGroups()
         try:
-            self._set_up(first=True)
+            self._set_up(problem, first=True)
         except BaseException:
             self.close()
             raise
 
     # ---- set-up -------------------------------------------------------------------------------------------------
 
-    def _set_up(self, *, first: bool) -> None:
+    def _set_up(self, error: Exception | None = None, *, first: bool) -> None:
         self.rank = distributed_rank()
-        error: Exception | None = None
         topology, table = Topology((self.rank,)), ParameterTable(())
         repaired: tuple[str, ...] = ()
         try:
             topology = self.adapter.topology()
-            table = self._classify(topology)
-            if first and not self.ad_hoc:
-                repaired = tuple(self.adapter.repair(table, self.mode))
+            if self.rank not in topology.ranks:
+                raise TopologyError(f"rank {self.rank} is not in the rank set {list(topology.ranks)}")
+            if error is None:
+                table = self._classify(topology)
+                if first and not self.ad_hoc:
+                    repaired = tuple(self.adapter.repair(table, self.mode))
         except Exception as raised:  # re-raised on every rank below, whatever it is
-            error = raised
-            if is_distributed() and len(topology.ranks) == 1:
+            error = error or raised
+            if is_distributed() and (len(topology.ranks) == 1 or self.rank not in topology.ranks):
                 topology = Topology(tuple(range(dist.get_world_size())))
+        meet(topology.ranks, error)
         self.topology, self.table = topology, table
         self.repaired = repaired if first else self.repaired
         # A call without attach may come from a rank whose list knows none of the meshes: it reuses no group.
@@ -136,7 +155,6 @@ class Session:
             self.process_groups.add(group)
         many = len(topology.ranks) > 1
         self.group = self.process_groups.get(topology.ranks) if many else None
-        raise_together(error, topology.ranks, self.group)
         rules = self.config.rules()
         report = Report.of(table, topology, self._facts(), [rule.match for rule in rules])
         self.agreed: Agreed = agree(table, report, topology.ranks, self.group)
@@ -253,12 +271,21 @@ class Session:
         if self.mode is not Mode.OBSERVE:
             self._store(reduced)
 
-    def measure(self, norm_type: float = 2.0, only: frozenset[int] | None = None) -> Verdict:
+    def measure(
+        self,
+        norm_type: float = 2.0,
+        only: frozenset[int] | None = None,
+        *,
+        max_norm: float | None = None,
+        problem: Exception | None = None,
+    ) -> Verdict:
         """Run the pending reductions and compute the norm.
 
         Args:
             norm_type: p >= 1 or inf.
             only: indices of the entries that count; all if ``None``.
+            max_norm: what the caller will clip to, to be compared with that of the other ranks.
+            problem: why this rank cannot go on; raised on all ranks together.
 
         Collectives: one per bucket of pending reductions and one for the norm; more in the rare step in which some
         rank has something to tell. On CPU that is the same step. With an accelerator, where looking at the result
@@ -267,21 +294,30 @@ class Session:
 
         Raises:
             UnfinishedGradientError, AlreadyReducedError, UndeclaredParameterError: on all ranks together.
+            ValueError: a wrong ``norm_type`` or ``max_norm``, on all ranks together.
+            AgreementError: ranks were given different arguments.
         """
-        norm_type = check_norm_type(norm_type)
+        arguments, wrong = _checked(norm_type, max_norm)
+        problem = problem or wrong
+        norm_type = 2.0 if problem is not None else float(norm_type)
+        if problem is not None and self.group is None:
+            raise problem
         if self._told is not None:
             told, self._told = self._told, None
             if told.requests.read() > 0:
                 self._settle(told)
         while True:
-            verdict = self._measure_once(norm_type, only)
+            verdict = self._measure_once(norm_type, only, arguments, problem)
             if verdict is not None:
                 self.last = verdict
                 return verdict
 
-    def _measure_once(self, norm_type: float, only: frozenset[int] | None) -> Verdict | None:
-        problem: Exception | None = None
-        if why := self.adapter.unfinished():
+    def _measure_once(
+        self, norm_type: float, only: frozenset[int] | None, arguments: Arguments, problem: Exception | None
+    ) -> Verdict | None:
+        if problem is not None:
+            pass
+        elif why := self.adapter.unfinished():
             problem = UnfinishedGradientError(f"the gradients have no norm yet: {why}")
         elif stale := self._not_synced():
             problem = UnfinishedGradientError(
@@ -290,6 +326,7 @@ class Session:
             )
         changed = self.adapter.parameter_count() != self._parameters
         partials = self._new_partials()
+        said = repr(arguments) if self._compare else ""
         # A rank that knows that the step cannot go on still takes part in what the others run, then tells them.
         decides = self.host_decides or not self._settled
         idle = problem is not None or bool(partials) or (changed and decides)
@@ -297,7 +334,7 @@ class Session:
             # A rank to which the parameters are new cannot join the buckets: ask before they run.
             control = packed_norm({}, len(self.slots), norm_type, self.group, self.device)
             if self._must_talk(control.requests):
-                self._talk(Answer())
+                self._talk(Answer(arguments=arguments))
                 return None
         with torch.no_grad():
             reduced = self._sync() if self._synced is None else self._synced
@@ -315,8 +352,9 @@ class Session:
             self.device,
             found_inf=self.found_inf,
             requests=self._requests(idle or changed or missing != self._absent),
+            said=said,
         )
-        told = _Told(HostCopy(packed.requests), problem, missing, partials, changed, self._suspects)
+        told = _Told(HostCopy(packed.requests), problem, missing, partials, changed, arguments, self._suspects)
         if not decides:
             self._told = told
         elif self._must_talk(packed.requests):
@@ -341,18 +379,21 @@ class Session:
         *,
         error_if_nonfinite: bool = False,
         only: frozenset[int] | None = None,
+        problem: Exception | None = None,
     ) -> Verdict:
         """Measure, apply the policies, and scale the gradients in place where the mode allows it.
 
         Args:
             max_norm: gradients are scaled to at most this norm; ``inf``: measure only.
             only: indices of the entries that are measured and scaled; all if ``None``.
+            problem: as for :meth:`measure`.
 
         Returns:
             The verdict before clipping. ``skip_step`` is set if the policy says to skip the optimizer step.
         """
-        max_norm = check_max_norm(max_norm)
-        verdict = self.measure(norm_type, only)
+        verdict = self.measure(norm_type, only, max_norm=max_norm, problem=problem)
+        # With an accelerator, a wrong argument is raised a step later; until then nothing is scaled.
+        max_norm = dict(_checked(norm_type, max_norm)[0]).get("max_norm", math.inf)
         self.coefficient = clip_coefficient(verdict.norm, max_norm)
         self.skip_step = False
         if self.mode is not Mode.ENFORCE:
@@ -479,7 +520,7 @@ class Session:
         if error is None and (found := self._suspicion(told.suspects)):
             error = AlreadyReducedError(found)
         missing = {self.entries[i].id: self.entries[i].domain.replicas for i in told.missing}
-        replanned = self._talk(Answer(portable(error), missing, told.partials, told.changed), error)
+        replanned = self._talk(Answer(portable(error), missing, told.partials, told.changed, told.arguments), error)
         self._absent = frozenset() if replanned else told.missing
 
     def _talk(self, mine: Answer, error: Exception | None = None) -> bool:
@@ -490,6 +531,7 @@ class Session:
         """
         answers: list[Answer] = gather_objects(mine, self.group)
         raise_first(error, [answer.error for answer in answers], self.topology.ranks)
+        self._compare_arguments([answer.arguments for answer in answers])
         if any(answer.changed for answer in answers) or any(answer.partials for answer in answers):
             for answer in answers:
                 self._seen_partials.update(answer.partials)
@@ -517,6 +559,19 @@ class Session:
         self._slices = self._plan_slices(items)
         return False
 
+    def _compare_arguments(self, given: Sequence[Arguments]) -> None:
+        said = [(rank, arguments) for rank, arguments in zip(self.topology.ranks, given, strict=True) if arguments]
+        for rank, arguments in said:
+            first, theirs = said[0]
+            if self._compare and arguments != theirs:
+                name = next((name for name, value in arguments if (name, value) not in theirs), theirs[-1][0])
+                mine, other = (f"{dict(these).get(name, 'none')}" for these in (arguments, theirs))
+                message = f"ranks {first} and {rank} were given another {name}: {other} and {mine}"
+                if self.mode is not Mode.OBSERVE:
+                    raise AgreementError(message)
+                self._compare = False
+                logger.warning("ep_hooks: %s", message)
+
     def _suspicion(self, suspects: Sequence[tuple[Key, str, Tensor]]) -> str:
         found = [f"{key[0]} over {axis}" for key, axis, flag in suspects if bool(flag)]
         if not found:
@@ -527,6 +582,17 @@ class Session:
             "summing again would count them twice. If they are reduced, declare them replicated; if they really are "
             "equal before the reduction, set `sync.already_reduced: off`."
         )
+
+
+def _checked(norm_type: float, max_norm: float | None) -> tuple[Arguments, Exception | None]:
+    """What the ranks compare of a call, and what is wrong with it."""
+    try:
+        arguments = [("norm_type", check_norm_type(norm_type))]
+        if max_norm is not None:
+            arguments.append(("max_norm", check_max_norm(max_norm) + 0.0))  # -0.0 and 0.0 are the same
+    except (TypeError, ValueError) as error:
+        return (), error
+    return tuple(arguments), None
 
 
 def _key(entry: Entry) -> Key:

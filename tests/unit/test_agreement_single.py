@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ep_hooks import agreement
-from ep_hooks.agreement import Agreed, Report, agree, gather_objects, portable, raise_first, raise_together
-from ep_hooks.domains import Domain, Evidence, EvidenceKind
+from ep_hooks.agreement import Agreed, Report, agree, gather_objects, portable, raise_first
+from ep_hooks.domains import REPLICATE, Domain, Evidence, EvidenceKind, partial
 from ep_hooks.errors import AgreementError, ConfigError, DomainError
 from ep_hooks.rules import Rule
 from ep_hooks.table import ParameterTable, Source, classify
@@ -135,11 +135,20 @@ def test_a_domain_outside_the_rank_set(agree_all: Agree) -> None:
         agree_all(tables, [Report.of(t, GRID, FACTS, ()) for t in tables])
 
 
-@pytest.mark.xfail(strict=True, raises=AgreementError, reason="sizes of groups are compared, and uneven groups differ")
 def test_uneven_expert_groups_agree_about_a_shared_factor(agree_all: Agree) -> None:
     uneven = Topology((0, 1, 2), {"expert": (Axis("ep", ((0,), (1, 2))), Axis("edp", ((0, 1),)))})
     tables = [table(rank, NAMES, uneven) for rank in range(3)]
     agree_all(tables, [report(t, uneven) for t in tables])
+
+
+def test_replicas_that_divide_their_sum_differently(agree_all: Agree) -> None:
+    def found(rank: int) -> ParameterTable:
+        declared = Domain("halved", {"ep": partial("sum", 2.0 if rank == 1 else 1.0)}, REPLICATE)
+        return classify([Source("w", torch.zeros(3), (3,), torch.float32)], GRID, rank, [Rule("w", declared)])
+
+    tables = [found(rank) for rank in range(4)]
+    with pytest.raises(AgreementError, match=r"ep:partial\(sum / 2\)"):
+        agree_all(tables, [Report.of(t, GRID, FACTS, ["w"]) for t in tables])
 
 
 def test_one_process_needs_no_group() -> None:
@@ -159,9 +168,6 @@ def test_every_rank_raises_the_first_error_and_a_failed_rank_its_own() -> None:
         raise_first(mine, failed, [3, 4, 5])
     assert caught.value is mine
     raise_first(None, [None, None], [0, 1])
-    raise_together(None, (0,), None)
-    with pytest.raises(DomainError, match="alone"):
-        raise_together(DomainError("alone"), (0,), None)
 
 
 class _NeedsTwoError(Exception):
