@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ep_hooks.groups import packed_dtype
-from ep_hooks.local_norm import accumulate, logical_slice, max_abs
+from ep_hooks.local_norm import accumulate, logical_slice, max_abs, may_underflow, rows, squares_in_float64
 from ep_hooks.plan import Slice
 
 __all__ = ["Packed", "Verdict", "Views", "check_norm_type", "comparison", "local_views", "packed_norm", "rescaled_norm"]
@@ -109,6 +109,7 @@ def packed_norm(
     found_inf: Tensor | None = None,
     requests: Tensor | int = 0,
     said: str = "",
+    host_reads: bool = False,
 ) -> Packed:
     """Local sums and the one collective of the norm.
 
@@ -120,8 +121,9 @@ def packed_norm(
         found_inf: 0-dim tensor, this rank's gradient scaler has found an overflow.
         requests: number (or 0-dim tensor) of things that this rank must tell the others before going on.
         said: what all ranks must say alike, such as the arguments of the call.
+        host_reads: reading a sum does not wait for a device; float32 squares that underflow are then summed again.
 
-    Does not wait for the device.
+    Does not wait for the device, unless ``host_reads``.
     """
     dtype = packed_dtype(group, device)
     maximum = math.isinf(norm_type)
@@ -130,6 +132,8 @@ def packed_norm(
         for (slot, _, _), tensors in views.items():
             value = accumulate(tensors, norm_type)
             if value is not None:
+                if host_reads and may_underflow(value, tensors, norm_type):
+                    value = squares_in_float64(tensors)
                 partials[slot].append(value.to(device=device, dtype=dtype))
         zero = torch.zeros((), dtype=dtype, device=device)
         values = torch.stack([_combine(p, zero, maximum) for p in partials]) if slots else zero.new_zeros(0)
@@ -189,8 +193,9 @@ def rescaled_norm(
     for (slot, _, _), tensors in views.items():
         if not math.isinf(norm_type) and scale[slot] > 0 and flags[slot] == 0:
             for tensor in tensors:
-                for row in tensor.reshape(-1).split(65_536):
-                    sums[slot] += (row.double() / float(scale[slot])).abs().pow(norm_type).sum().cpu()
+                for row in rows(tensor):
+                    scaled = (row.abs() if row.is_complex() else row).double() / float(scale[slot])
+                    sums[slot] += scaled.abs().pow(norm_type).sum().cpu()
     if not math.isinf(norm_type):
         reduce(sums, dist.ReduceOp.SUM)
     norms = scale * sums.pow(1.0 / norm_type) if not math.isinf(norm_type) else scale.clone()

@@ -353,6 +353,7 @@ class Session:
             found_inf=self.found_inf,
             requests=self._requests(idle or changed or missing != self._absent),
             said=said,
+            host_reads=self.host_decides,
         )
         told = _Told(HostCopy(packed.requests), problem, missing, partials, changed, arguments, self._suspects)
         if not decides:

@@ -256,6 +256,29 @@ def test_finite_gradients_whose_powers_overflow_are_reported_as_that(norm_type: 
         assert overflow and not nonfinite
 
 
+def _extreme(value: complex, dtype: torch.dtype, norm_type: float) -> float:
+    parameters = [_parameter(torch.full((3,), value * (dist.get_rank() + 1), dtype=dtype), "expert")]
+    return float(ep_hooks.total_norm(parameters, norm_type, mesh=_mesh()))
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (1e-25, torch.float32),
+        (1e-25, torch.bfloat16),
+        (3e-25 - 4e-25j, torch.complex64),
+        (3e25 - 4e25j, torch.complex64),
+    ],
+)
+def test_very_small_and_complex_gradients(value: complex, dtype: torch.dtype) -> None:
+    """Their squares are no float32: too small, too large, and of a real and an imaginary part."""
+    for norm_type in (1.0, 2.0, 2.5):
+        pieces = [torch.full((3,), value * n, dtype=dtype) for n in (1, 2)]
+        expected = float(torch.linalg.vector_norm(torch.cat(pieces).to(torch.complex128), norm_type))
+        for norm in run_ranks(_extreme, 2, value, dtype, norm_type):
+            assert norm == pytest.approx(expected, rel=1e-6, abs=0.0)
+
+
 # ------------------------------------------------------------------------------------------------------------- policies
 
 
