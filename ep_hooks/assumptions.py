@@ -48,6 +48,7 @@ def fingerprint(tensor: Tensor) -> tuple[int, int]:
 def check_assumptions(
     entries: Sequence[Entry],
     gradients: Sequence[Tensor | None],
+    rank: int,
     ranks: Sequence[int],
     group: ProcessGroup | None,
     process_groups: ProcessGroups,
@@ -59,21 +60,21 @@ def check_assumptions(
     Raises:
         UndeclaredParameterError: some differ by more than TOLERANCE; on all ranks, naming them.
     """
-    mine = {
-        (entry.id, entry.domain.replicas): fingerprint(gradient)
+    assumed = {
+        (entry.id, _holding_the_same(entry, rank)): gradient
         for entry, gradient in zip(entries, gradients, strict=True)
-        if entry.evidence.kind is EvidenceKind.ASSUMED and gradient is not None and len(entry.domain.replicas) > 1
+        if entry.evidence.kind is EvidenceKind.ASSUMED and gradient is not None
     }
+    mine = {key: fingerprint(gradient) for key, gradient in assumed.items() if len(key[1]) > 1}
     seen = dict(zip(ranks, gather_objects(mine, group), strict=True))
-    keys = sorted({key for rank in ranks for key in seen[rank]})
-    differing = [key for key in keys if len({seen[rank].get(key) for rank in key[1]}) > 1]
+    keys = sorted({key for other in ranks for key in seen[other]})
+    differing = [key for key in keys if len({seen[other].get(key) for other in key[1]}) > 1]
     if not differing:
         return
-    here = {(entry.id, entry.domain.replicas): gradient for entry, gradient in zip(entries, gradients, strict=True)}
     worst: dict[str, float] = {}
     for name, replicas in differing[:_MOST]:
-        gradient = here.get((name, replicas))
-        if any(seen[rank].get((name, replicas)) is None for rank in replicas):
+        gradient = assumed.get((name, replicas))
+        if any(seen[other].get((name, replicas)) is None for other in replicas):
             worst[name] = float("inf")
         elif gradient is not None:
             first = gradient.detach().clone(memory_format=torch.contiguous_format)
@@ -94,3 +95,13 @@ def check_assumptions(
         + more
         + ". Declare their domain (config `domains`, or ep_hooks.declare), or reduce their gradients first."
     )
+
+
+def _holding_the_same(entry: Entry, rank: int) -> tuple[int, ...]:
+    """The replicas whose ready gradient is of the same elements as this rank's."""
+    if entry.source.holdings is None:
+        return entry.domain.replicas
+    held: dict[int, list[tuple[int, int]]] = {}
+    for holding in entry.source.holdings:
+        held.setdefault(holding.rank, []).append((holding.lo, holding.hi))
+    return tuple(other for other in entry.domain.replicas if held.get(other) == held.get(rank))

@@ -226,14 +226,14 @@ class Domain:
 
         Raises:
             TopologyError: an axis that the topology does not have.
-            DomainError: an axis with several ranks about which the domain says nothing, or a divisor along a named
-                axis on which every rank is alone.
+            DomainError: an axis with several ranks about which the domain says nothing, or a divisor along an
+                axis on which this rank is alone.
         """
         listed = [
             (topology.axis(key) if isinstance(key, str) else key, placement)
             for key, placement in self.placements.items()
         ]
-        self._no_lost_divisor(topology)
+        self._no_lost_divisor(topology, rank)
         explicit = any(not isinstance(key, str) for key in self.placements)
         factorisation = self._factorisation(topology)
         if not explicit:
@@ -250,12 +250,16 @@ class Domain:
                 reductions.append(PendingReduction(group, divisor, axis.name, stage))
         return ResolvedDomain(self.name, topology.closure(rank, sharing), tuple(reductions), _text(listed))
 
-    def _no_lost_divisor(self, topology: Topology) -> None:
+    def _no_lost_divisor(self, topology: Topology, rank: int) -> None:
         for key, placement in self.placements.items():
-            if placement.divisor != 1 and isinstance(key, str) and placement.restricted(topology.axis(key)).largest < 2:
+            if placement.divisor == 1:
+                continue
+            axis = placement.restricted(topology.axis(key) if isinstance(key, str) else key)
+            if (isinstance(key, str) and axis.largest < 2) or (rank,) in axis.groups:
+                who = "only one rank takes part" if axis.largest < 2 else f"rank {rank} is alone"
                 raise DomainError(
-                    f"domain {self.name!r} divides by {placement.divisor:g} along axis {key!r}, on which only one rank "
-                    "takes part: no reduction runs that could divide. Say `replicate` along it and scale the loss"
+                    f"domain {self.name!r} divides by {placement.divisor:g} along axis {axis.name!r}, on which {who}: "
+                    "no reduction runs that could divide. Say `replicate` along it and scale the loss"
                 )
 
     def _factorisation(self, topology: Topology) -> tuple[Axis, ...]:

@@ -370,7 +370,7 @@ class Session:
             verdict = self._second_look(views, norm_type, packed)
         if self._assumed and float(verdict.norm) != 0:
             self._assumed = False
-            check_assumptions(self.entries, gradients, self.topology.ranks, self.group, self.process_groups)
+            check_assumptions(self.entries, gradients, self.rank, self.topology.ranks, self.group, self.process_groups)
         return verdict
 
     def clip(

@@ -7,6 +7,7 @@ such that bfloat16 buffers hold them exactly.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ep_hooks.config import load_config
+from ep_hooks.domains import EvidenceKind
 from ep_hooks.errors import AlreadyReducedError, DomainError, UnfinishedGradientError
 from ep_hooks.modes import Mode
 from ep_hooks.plan import Holding
@@ -350,3 +352,25 @@ def test_intervals_that_cannot_be_are_an_error_at_set_up(which: str, words: str)
     for said in run_ranks(_bad_intervals, 2, which):
         assert words in said
         assert "dense_embedding" in said
+
+
+def _assumed(spoil: bool) -> float:
+    """All domains are only assumed; intervals of different ranks are of different elements."""
+    run = Run(2)
+    for entry in run.session.entries:
+        evidence = replace(entry.evidence, kind=EvidenceKind.ASSUMED)
+        object.__setattr__(entry, "evidence", evidence)
+    run.session._assumed = True
+    run.ready(0)
+    shared = run.framework.buffers["shared"].main["shared_a"].grad
+    if spoil and dist.get_rank() == 1 and shared is not None:
+        shared[-1] += 1.0
+    return float(run.session.measure().norm)
+
+
+def test_assumed_replicas_are_compared_where_they_hold_the_same_elements() -> None:
+    truth = _norm(_truth(4, 2, 0), 2.0)
+    assert run_ranks(_assumed, 4, False) == pytest.approx([truth] * 4, rel=1e-6)
+    for outcome in run_ranks(_assumed, 4, True, catch=True):
+        assert outcome.raised("UndeclaredParameterError"), outcome
+        assert "shared_a" in outcome.error_text

@@ -101,6 +101,16 @@ def test_a_divisor_needs_a_reduction(axis: str, placement: Placement) -> None:
     assert undivided.resolve(topology, 0).reductions == ()
 
 
+def test_a_divisor_needs_a_reduction_on_every_rank_of_an_uneven_axis() -> None:
+    axis = Axis("ep", ((0,), (1, 2)))
+    domain = Domain("factor", {axis: partial("sum", 2.0)})
+    topology = Topology((0, 1, 2, 3))
+    with pytest.raises(DomainError, match=r"'ep', on which rank 0 is alone"):
+        domain.resolve(topology, 0)
+    assert [r.divisor for r in domain.resolve(topology, 1).reductions] == [2.0]
+    assert domain.resolve(topology, 3).reductions == (), "an axis says nothing about a rank that it does not hold"
+
+
 def test_text() -> None:
     assert Domain("x", {"ep": SHARD, "edp": partial("avg")}).resolve(GRID, 0).text == "ep:shard edp:partial(avg)"
     assert Domain.replicated().resolve(Topology((0,)), 0).text == "local"

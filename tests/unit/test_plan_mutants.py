@@ -91,10 +91,11 @@ def _uneven(rng: random.Random) -> World:
     for stage in stages:
         for number in range(rng.randrange(1, 4)):
             value, local = _values(rng), dict[int, np.ndarray]()
-            divisor = rng.choice((1.0, 2.0))
+            # A divisor where a rank is alone is refused: no reduction could apply it.
+            divisor = rng.choice((1.0, 2.0)) if all(len(g) > 1 for g in groups if g[0] in stage) else 1.0
             summed = rng.random() < 0.7
             for group in (g for g in groups if g[0] in stage):
-                scale = 1.0 if len(group) == 1 else divisor if summed else len(group)
+                scale = divisor if summed else len(group)
                 local.update(zip(group, _split(rng, value * scale, len(group)), strict=True))
             domain = Domain(
                 "factor", {ep_axis: partial("sum", divisor) if summed else partial("avg"), stage_axis: REPLICATE}
