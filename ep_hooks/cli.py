@@ -87,7 +87,7 @@ def plan(
     order: Annotated[str, typer.Option(help="Order of the axes, the first one varying fastest.")] = "tp-cp-ep-dp-pp",
 ) -> None:
     """Show who counts and who reduces what, from the sizes of the axes alone."""
-    from ep_hooks.report import symbolic_plan
+    from ep_hooks.integrations.megatron_ranks import symbolic_plan
 
     print(symbolic_plan(world_size, tp=tp, etp=etp, cp=cp, pp=pp, ep=ep, order=order))
 

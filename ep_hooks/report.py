@@ -14,7 +14,6 @@ from torch import Tensor
 from ep_hooks.agreement import gather_objects
 from ep_hooks.clip import clip_coefficient
 from ep_hooks.config import EPHooksConfig
-from ep_hooks.domains import REPLICATE, SHARD, Domain
 from ep_hooks.errors import ConfigError
 from ep_hooks.norm import Verdict
 from ep_hooks.plan import owned_intervals
@@ -31,8 +30,9 @@ __all__ = [
     "explain",
     "explain_name",
     "log_difference",
+    "render",
     "say",
-    "symbolic_plan",
+    "short_ranks",
     "table",
 ]
 
@@ -86,7 +86,7 @@ def table(session: Session) -> str:
     for entry in session.entries:
         reduced = ", ".join(f"{r.axis} ({len(r.ranks)} ranks, /{r.divisor:g})" for r in entry.domain.reductions)
         evidence = f"{entry.evidence.kind.name.lower()}: {entry.evidence.source}"
-        key = (entry.domain.name, entry.domain.text, _ranks(entry.domain.replicas), reduced or "-", evidence)
+        key = (entry.domain.name, entry.domain.text, short_ranks(entry.domain.replicas), reduced or "-", evidence)
         rows.setdefault(key, []).append(entry)
     body = [
         (key[0], key[1], str(len(entries)), f"{sum(e.source.numel for e in entries):,}", key[2], key[3], key[4])
@@ -111,7 +111,7 @@ def explain(session: Session, name: str) -> str:
             f"  domain       {entry.domain.name} ({entry.domain.text})",
             f"  evidence     {entry.evidence.kind.name.lower()}: {entry.evidence.source}",
             f"  local shape  {list(entry.source.shape)} {str(entry.source.dtype).removeprefix('torch.')}",
-            f"  held by      ranks {_ranks(entry.domain.replicas)}",
+            f"  held by      ranks {short_ranks(entry.domain.replicas)}",
             f"  this rank    {session.rank} counts elements {counted} of {entry.source.numel:,}",
         ]
         lines += [
@@ -134,58 +134,10 @@ def explain_name(name: str, config: EPHooksConfig, world_size: int) -> str:
         for rank in topology.ranks[:16]:
             domain = rule.domain.resolve(topology, rank)
             pending = "; ".join(f"SUM over {list(r.ranks)} / {r.divisor:g}" for r in domain.reductions) or "none"
-            lines.append(f"  rank {rank}: held by {_ranks(domain.replicas)}, pending: {pending}, {domain.text}")
+            lines.append(f"  rank {rank}: held by {short_ranks(domain.replicas)}, pending: {pending}, {domain.text}")
         if len(topology.ranks) > 16:
             lines.append(f"  ... and {len(topology.ranks) - 16} more ranks")
     return "\n".join(lines)
-
-
-def symbolic_plan(
-    world_size: int, *, tp: int, etp: int, cp: int, pp: int, ep: int, order: str = "tp-cp-ep-dp-pp"
-) -> str:
-    """Who counts and who reduces what, from sizes of axes alone (Megatron's two factorisations of the ranks)."""
-    topology = megatron_topology(world_size, tp=tp, etp=etp, cp=cp, pp=pp, ep=ep, order=order)
-    kinds = [
-        ("dense, replicated", Domain("dense", {"tp": REPLICATE}, REPLICATE)),
-        ("dense, cut by tp", Domain("dense", {"tp": SHARD}, REPLICATE)),
-        ("expert, cut by etp", Domain("expert", {"ep": SHARD, "etp": SHARD}, REPLICATE)),
-        ("expert, same on etp", Domain("expert", {"ep": SHARD, "etp": REPLICATE}, REPLICATE)),
-    ]  # fmt: skip
-    body = []
-    for label, domain in kinds:
-        replicas = {domain.resolve(topology, rank).replicas for rank in topology.ranks}
-        first = domain.resolve(topology, 0)
-        words = [word.split(":") for word in first.text.split() if ":" in word]
-        over = " x ".join(axis for axis, kind in words if kind == "replicate") or "nobody"
-        holders = len(first.replicas)
-        body.append((label, first.text, f"{len(replicas):,}", over, _ranks(first.replicas), f"1/{holders} by each"))
-    sizes = ", ".join(
-        f"{name}: " + " x ".join(f"{axis.name} {len(axis.groups[0])}" for axis in axes)
-        for name, axes in topology.factorisations.items()
-    )
-    head = ("parameter", "placement", "pieces", "reduced over", "rank 0's piece is held by", "counted")
-    return render(head, body, title=f"{world_size} ranks; {sizes}")
-
-
-def megatron_topology(
-    world_size: int, *, tp: int, etp: int, cp: int, pp: int, ep: int, order: str = "tp-cp-ep-dp-pp"
-) -> Topology:
-    """The two factorisations of a Megatron run: tp x cp x dp x pp and etp x ep x edp x pp, first axis fastest."""
-    names = order.split("-")
-    if sorted(names) != ["cp", "dp", "ep", "pp", "tp"]:
-        raise ConfigError(f"order must name tp, cp, ep, dp and pp once each, got {order!r}")
-    for label, product in (("tp x cp x pp", tp * cp * pp), ("etp x ep x pp", etp * ep * pp)):
-        if product < 1 or world_size % product:
-            raise ConfigError(f"world size {world_size} is not divisible by {label} = {product}")
-    dense = {"tp": tp, "cp": cp, "dp": world_size // (tp * cp * pp), "pp": pp}
-    expert = {"tp": ("etp", etp), "ep": ("ep", ep), "dp": ("edp", world_size // (etp * ep * pp)), "pp": ("pp", pp)}
-    return Topology.grid(
-        {
-            "dense": {name: dense[name] for name in names if name in dense},
-            "expert": dict(expert[name] for name in names if name in expert),
-        },
-        fastest="first",
-    )
 
 
 def log_difference(host: Tensor, verdict: Verdict, max_norm: float) -> None:
@@ -224,7 +176,7 @@ def _span(counts: Sequence[int]) -> str:
     return str(counts[0]) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def short_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
     shown = ",".join(map(str, ranks[:12]))

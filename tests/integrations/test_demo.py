@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -47,13 +48,22 @@ def test_gradients_of_the_demo_model_are_those_of_one_process(world: int) -> Non
         assert max(errors.values()) < 1e-5, errors
 
 
-def test_demo_runs_and_shows_both_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from ep_hooks.integrations.demo.main import run_demo
+def test_demo_runs_and_shows_both_runs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stock run must be wrong here, and the other one right, or there is nothing to demonstrate."""
+    from ep_hooks.integrations.demo import main
 
+    tables: list[Sequence[main.DemoRow]] = []
+    table = main._table
+    monkeypatch.setattr(main, "_table", lambda rows, *rest: tables.append(rows) or table(rows, *rest))
     plot = tmp_path / "demo.png"
-    assert run_demo(ranks=2, steps=3, plot=plot, max_norm=1.0) == 0
+    assert main.run_demo(ranks=2, steps=3, plot=plot, max_norm=1.0) == 0
     out = capfd.readouterr().out
     assert "HF Trainer, stock" in out
     assert "HF Trainer, ep_hooks" in out
     assert "right on every rank in every step" in out
     assert plot.read_bytes().startswith(b"\x89PNG")
+    stock, ours = tables[0]
+    assert ours.right and ours.spread == 0.0
+    assert not stock.right and stock.ratios[0] < 0.995 and stock.spread > 1e-3 and stock.drift > 0.0

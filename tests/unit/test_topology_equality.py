@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ep_hooks.report import megatron_topology
+from ep_hooks.integrations.megatron_ranks import megatron_topology
 from ep_hooks.topology import Topology
 
 CONFIGURATIONS = 200
