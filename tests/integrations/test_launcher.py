@@ -141,6 +141,8 @@ class TestSameAsWithout:
             process = subprocess.Popen(
                 [sys.executable, *launcher, "scripts/waits.py"],
                 cwd=folder, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                # A test run in the background of a shell ignores SIGINT, and so would its children.
+                preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
             )  # fmt: skip
             assert process.stdout is not None
             assert process.stdout.readline() == "up\n"
