@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ep_hooks.version import __version__
 
 if TYPE_CHECKING:
-    from ep_hooks.api import Handle, attach, clip_grad_norm_, explain, total_norm
+    from ep_hooks.api import Handle, attach, clip_grad_norm_, explain, probe, total_norm
     from ep_hooks.config import EPHooksConfig, load_config
     from ep_hooks.declarations import declare
     from ep_hooks.domains import REPLICATE, SHARD, Domain, partial
@@ -35,11 +35,12 @@ __all__ = [
     "explain",
     "load_config",
     "partial",
+    "probe",
     "total_norm",
 ]
 
 _HOMES = {
-    "api": ("Handle", "attach", "clip_grad_norm_", "explain", "total_norm"),
+    "api": ("Handle", "attach", "clip_grad_norm_", "explain", "probe", "total_norm"),
     "config": ("EPHooksConfig", "load_config"),
     "declarations": ("declare",),
     "domains": ("REPLICATE", "SHARD", "Domain", "partial"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from enum import StrEnum
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from ep_hooks.domains import Evidence, Placement
 from ep_hooks.modes import Mode
+from ep_hooks.replay import Gradients, Pattern, Replayed
 from ep_hooks.table import Entry, ParameterTable, Source
 from ep_hooks.topology import Topology
 
@@ -89,3 +91,16 @@ class Adapter(Protocol):
 
     def weights(self, entries: Sequence[Entry]) -> list[Tensor]:
         """Local weights of each entry."""
+
+    def replay_plan(self, entries: Sequence[Entry]) -> list[Replayed]:
+        """Who reduces each parameter, for :func:`ep_hooks.probing.run_probe`.
+
+        Raises:
+            UnsupportedError: the adapter cannot send made-up gradients through the framework's reduction; says why.
+        """
+
+    def replayed(self, pattern: Pattern) -> AbstractContextManager[Gradients]:
+        """Send ``pattern`` through the framework's own reduction; within the context its outcome can be read.
+
+        Afterwards gradients, buffers, accumulators and generators are as before, bit for bit.
+        """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -22,14 +22,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ep_hooks import registry, report
 from ep_hooks.ad_hoc import session_for
 from ep_hooks.adapter import Adapter
+from ep_hooks.audit import Audit
 from ep_hooks.config import EPHooksConfig, load_config, ranks_in
 from ep_hooks.domains import Domain, Evidence, EvidenceKind
-from ep_hooks.errors import ConfigError
+from ep_hooks.errors import ConfigError, MeasuredFaultError, UnsupportedError
+from ep_hooks.findings import Finding, Severity, worst_first
 from ep_hooks.groups import distributed_rank, is_distributed
 from ep_hooks.hosts import mode_on_host
 from ep_hooks.modes import Mode, resolve_mode
 from ep_hooks.norm import Verdict
 from ep_hooks.optimizer_hooks import OptimizerHooks, unwrap_optimizer
+from ep_hooks.probing import ProbeResult, run_probe
 from ep_hooks.scaler import unwatch_scalers, watch_scalers
 from ep_hooks.session import Session
 
@@ -62,6 +65,9 @@ class Handle:
     def __init__(self, session: Session | None, config: EPHooksConfig, hooks: OptimizerHooks | None) -> None:
         self.session, self.config = session, config
         self.hooks = hooks
+        self.audit: Audit | None = None
+        self.findings: list[Finding] = []
+        self._probed: ProbeResult | None = None
         if session is not None:
             _HANDLES.add(self)
             for entry in session.entries:
@@ -94,6 +100,34 @@ class Handle:
             domains = {name: norm / scale for name, norm in verdict.domains.items()}
             verdict = session.last = replace(verdict, norm=verdict.norm / scale, domains=domains)
         return verdict
+
+    def probe(self, reduce: Callable[[], object] | None = None) -> ProbeResult:
+        """Measure what weight every rank's gradient has in every reduced gradient; see :func:`ep_hooks.probe`."""
+        session = self._live()
+        self._probed = result = run_probe(session, reduce)
+        self.findings += result.findings
+        report.announce_probe(session, result)
+        _raise_faults(result.findings, self.config.probe.level)
+        return result
+
+    def _cleared(self) -> tuple[bool, frozenset[str]]:
+        """Whether the probe has run, and what it has found right on this rank."""
+        rows = self._probed.rows if self._probed is not None else ()
+        return self._probed is not None, frozenset(row.id for row in rows if row.verdict == "right")
+
+    def _report_audit(self, findings: Sequence[Finding], step: int) -> None:
+        known = {(finding.kind, finding.id, finding.axis) for finding in self.findings}
+        new = [finding for finding in findings if (finding.kind, finding.id, finding.axis) not in known]
+        self.findings += new
+        report.announce_findings(self._live(), new, step)
+        _raise_faults(findings, self.config.audit.level)
+
+    def _probe_once(self) -> None:
+        try:
+            self.probe()
+        except UnsupportedError as error:  # on all ranks
+            if distributed_rank() == self._live().topology.ranks[0]:
+                report.say(f"not probed: {error}")
 
     def host_clipped(self) -> None:
         """The host has scaled the gradients that :meth:`measure` saw: sums that were made are not made again."""
@@ -223,7 +257,14 @@ def attach_adapter(
     """
     session = Session(adapter, config, mode, problem=problem)
     report.announce(session)
-    return Handle(session, config, _hook(session, optimizers))
+    handle = Handle(session, config, _hook(session, optimizers))
+    if config.probe.at_first_step and config.probe.level != "off" and len(session.topology.ranks) > 1:
+        session.on_first_step = handle._probe_once
+    if config.audit.level != "off" and len(session.topology.ranks) > 1:
+        session.auditor = handle.audit = Audit(
+            session, config.audit, lambda: session.adapter.optimizers, handle._cleared, handle._report_audit
+        )
+    return handle
 
 
 def _hook(session: Session, optimizers: Sequence[Optimizer]) -> OptimizerHooks | None:
@@ -329,6 +370,31 @@ def total_norm(
     return clip_grad_norm_(parameters, math.inf, norm_type, mesh=mesh, assume=assume, group=group)
 
 
+def probe(target: nn.Module | Handle, reduce: Callable[[], object] | None = None) -> ProbeResult:
+    """Measure what weight every rank's gradient has in every reduced gradient. Call it on all ranks, between steps.
+
+    Made-up gradients, of which each rank has ones at its own positions, go through the framework's own reduction
+    (DDP's reducer, FSDP2's reduce-scatter, hooks on gradients) and ours. What comes out must be what the parameters'
+    domains predict. Gradients, buffers and generators are put back bit for bit; nothing of the model is run.
+
+    Args:
+        target: an attached model or its handle.
+        reduce: called after each made-up backward: the reduction that the training loop runs by hand, if it does.
+
+    Returns:
+        Weights and verdict of each parameter of this rank, and the findings of all ranks.
+
+    Raises:
+        ConfigError: the model is not attached.
+        UnsupportedError: the reduction cannot be replayed; says why.
+        MeasuredFaultError: a fault, with ``probe.level: raise``; on all ranks.
+    """
+    handle = target if isinstance(target, Handle) else _handle_of(list(target.parameters()))
+    if handle is None:
+        raise ConfigError("probe() needs an attached model: call ep_hooks.attach(model) first")
+    return handle.probe(reduce)
+
+
 def explain(target: nn.Module | Handle, name: str) -> str:
     """Why a parameter is counted the way it is: domain, evidence, holders, what this rank counts and reduces.
 
@@ -397,6 +463,12 @@ def _ad_hoc_session(
         return _pytorch_adapter(module if module is not None else given, config, meshes=meshes, default=default)
 
     return session_for((module is not None, ranks, assume, meshes), given, make, config, mode, norm_type, problem)
+
+
+def _raise_faults(findings: Sequence[Finding], level: str) -> None:
+    faults = [finding for finding in worst_first(findings) if finding.severity is Severity.ERROR]
+    if faults and level == "raise":
+        raise MeasuredFaultError("\n".join(map(str, faults[:8])))
 
 
 def _ranks(group: ProcessGroup | None) -> tuple[int, ...] | None:

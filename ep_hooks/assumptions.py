@@ -13,36 +13,19 @@ from torch.distributed import ProcessGroup
 from ep_hooks.agreement import gather_objects
 from ep_hooks.domains import EvidenceKind
 from ep_hooks.errors import UndeclaredParameterError
+from ep_hooks.fingerprints import exact
 from ep_hooks.groups import ProcessGroups
 from ep_hooks.names import shorten
 from ep_hooks.table import Entry
 
-__all__ = ["check_assumptions", "fingerprint"]
+__all__ = ["check_assumptions", "holding_the_same"]
 
 logger = logging.getLogger("ep_hooks")
 
 TOLERANCE = 1e-3
 """Relative difference up to which replicas count as equal: nondeterministic kernels differ in the last bits."""
 
-_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ROW = 65_536
 _MOST = 16
-
-
-def fingerprint(tensor: Tensor) -> tuple[int, int]:
-    """Two 64-bit words over the bits of ``tensor`` in logical order; the second weighs positions.
-
-    A plain sum or exclusive-or collides on permuted elements, constants and swapped rows; position weights do not.
-    Waits for the device.
-    """
-    plain, weighted = 0, 0
-    for index, row in enumerate(tensor.detach().reshape(-1).split(_ROW)):
-        row = torch.view_as_real(row).reshape(-1) if row.is_complex() else row
-        bits = row.view(_INTEGER[row.element_size()]).to(torch.int64)
-        weights = torch.arange(1, bits.numel() + 1, dtype=torch.int64, device=bits.device) * 2_654_435_761 + index
-        plain += int(bits.sum())
-        weighted += int((bits * weights).sum()) * (2 * index + 1)
-    return plain % 2**64, weighted % 2**64
 
 
 def check_assumptions(
@@ -61,11 +44,11 @@ def check_assumptions(
         UndeclaredParameterError: some differ by more than TOLERANCE; on all ranks, naming them.
     """
     assumed = {
-        (entry.id, _holding_the_same(entry, rank)): gradient
+        (entry.id, holding_the_same(entry, rank)): gradient
         for entry, gradient in zip(entries, gradients, strict=True)
         if entry.evidence.kind is EvidenceKind.ASSUMED and gradient is not None
     }
-    mine = {key: fingerprint(gradient) for key, gradient in assumed.items() if len(key[1]) > 1}
+    mine = {key: exact(gradient) for key, gradient in assumed.items() if len(key[1]) > 1}
     seen = dict(zip(ranks, gather_objects(mine, group), strict=True))
     keys = sorted({key for other in ranks for key in seen[other]})
     differing = [key for key in keys if len({seen[other].get(key) for other in key[1]}) > 1]
@@ -97,7 +80,7 @@ def check_assumptions(
     )
 
 
-def _holding_the_same(entry: Entry, rank: int) -> tuple[int, ...]:
+def holding_the_same(entry: Entry, rank: int) -> tuple[int, ...]:
     """The replicas whose ready gradient is of the same elements as this rank's."""
     if entry.source.holdings is None:
         return entry.domain.replicas

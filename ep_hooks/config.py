@@ -31,10 +31,12 @@ from ep_hooks.rules import Rule
 from ep_hooks.topology import Axis, Topology
 
 __all__ = [
+    "AuditConfig",
     "ClipConfig",
     "DomainRule",
     "EPHooksConfig",
     "NonFiniteConfig",
+    "ProbeConfig",
     "SyncConfig",
     "ThresholdConfig",
     "load_config",
@@ -187,6 +189,30 @@ class SyncConfig(_Model):
     )
 
 
+class ProbeConfig(_Model):
+    """Measuring what weight every rank's gradient has in every reduced gradient, with made-up gradients."""
+
+    at_first_step: bool = Field(
+        False, description="probe once, at the first step that is measured; gradients and buffers are put back"
+    )
+    level: Annotated[Literal["off", "warn", "raise"], BeforeValidator(_off)] = Field(
+        "warn", description="what to do about a fault; off: never probe unless asked"
+    )
+    local_axes: tuple[str, ...] = Field(
+        ("tp", "etp"),
+        description="axes whose ranks compute the same gradient from the same data: nobody need reduce over them",
+    )
+
+
+class AuditConfig(_Model):
+    """Comparing what was declared with gradients, weights and optimizer states, in a few steps."""
+
+    level: Annotated[Literal["off", "warn", "raise"], BeforeValidator(_off)] = Field(
+        "off", description="what to do about a fault; off: nothing is compared"
+    )
+    every: int = Field(1000, ge=1, description="audited are steps 1, 2, 10, 100 and every so many")
+
+
 def _axes(value: Any) -> Any:
     """A flat mapping is one factorisation: {ep: 4} becomes {ranks: {ep: 4}}."""
     if isinstance(value, Mapping) and value and all(isinstance(size, int) for size in value.values()):
@@ -223,6 +249,8 @@ class EPHooksConfig(_Model):
     nonfinite: NonFiniteConfig = Field(default_factory=NonFiniteConfig, description="NaN and inf")
     threshold: ThresholdConfig = Field(default_factory=ThresholdConfig, description="norm threshold")
     sync: SyncConfig = Field(default_factory=SyncConfig, description="pending reductions")
+    probe: ProbeConfig = Field(default_factory=ProbeConfig, description="measuring the reductions themselves")
+    audit: AuditConfig = Field(default_factory=AuditConfig, description="comparing what was declared with what is")
     allow_untested_host: bool = Field(
         False, description="enforce on a host version outside the tested range instead of falling back to observe"
     )

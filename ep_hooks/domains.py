@@ -120,12 +120,14 @@ class ResolvedDomain:
             identifies the piece: two pieces of one parameter have disjoint holder sets.
         reductions: pending reductions in the order in which they run.
         text: the placements in words, for tables and messages.
+        placements: all axes with what the domain says along them, those that `rest` stands for included.
     """
 
     name: str
     replicas: tuple[int, ...]
     reductions: tuple[PendingReduction, ...] = ()
     text: str = ""
+    placements: tuple[tuple[Axis, Placement], ...] = ()
 
 
 class EvidenceKind(IntEnum):
@@ -158,12 +160,15 @@ class Domain:
         rest: placement along the axes that are not listed. ``None``: a listed axis must cover them, else the
             domain cannot be resolved (fail closed).
         unsaid: axes that ``rest`` does not speak of.
+        distinct: axes whose ranks hold different experts. (Along another sharded axis they may hold parts of one
+            tensor, whose gradient they reduce together.)
     """
 
     name: str
     placements: Mapping[str | Axis, Placement] = field(default_factory=dict)
     rest: Placement | None = None
     unsaid: tuple[str, ...] = ()
+    distinct: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name or not all(c.isalnum() or c in "_-." for c in self.name):
@@ -179,7 +184,7 @@ class Domain:
     @classmethod
     def expert(cls, axis: str = "ep", name: str = "expert") -> Domain:
         """Distinct along ``axis``, replicated along the other data axes."""
-        return cls(name, {axis: SHARD}, REPLICATE, _TENSOR_AXES)
+        return cls(name, {axis: SHARD}, REPLICATE, _TENSOR_AXES, (axis,))
 
     @classmethod
     def ep_sum(cls, axis: str = "ep", name: str = "ep_sum") -> Domain:
@@ -248,7 +253,9 @@ class Domain:
             if len(group) > 1:
                 divisor = placement.divisor * (len(group) if placement.op == "avg" else 1)
                 reductions.append(PendingReduction(group, divisor, axis.name, stage))
-        return ResolvedDomain(self.name, topology.closure(rank, sharing), tuple(reductions), _text(listed))
+        return ResolvedDomain(
+            self.name, topology.closure(rank, sharing), tuple(reductions), _text(listed), tuple(listed)
+        )
 
     def _no_lost_divisor(self, topology: Topology, rank: int) -> None:
         for key, placement in self.placements.items():

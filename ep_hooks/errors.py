@@ -9,6 +9,7 @@ __all__ = [
     "ConfigError",
     "DomainError",
     "EPHooksError",
+    "MeasuredFaultError",
     "NonFiniteGradientError",
     "NormThresholdError",
     "TooLateError",
@@ -65,6 +66,10 @@ class TooLateError(EPHooksError, RuntimeError):
 
 class UnsupportedError(EPHooksError, NotImplementedError):
     """A framework mode that no test covers; refused by name rather than half-served."""
+
+
+class MeasuredFaultError(EPHooksError, RuntimeError):
+    """Probe or audit has measured a fault and the configuration says to raise."""
 
 
 class AdapterError(EPHooksError, RuntimeError):

@@ -110,6 +110,7 @@ def packed_norm(
     requests: Tensor | int = 0,
     said: str = "",
     host_reads: bool = False,
+    counted: Tensor | None = None,
 ) -> Packed:
     """Local sums and the one collective of the norm.
 
@@ -122,6 +123,7 @@ def packed_norm(
         requests: number (or 0-dim tensor) of things that this rank must tell the others before going on.
         said: what all ranks must say alike, such as the arguments of the call.
         host_reads: reading a sum does not wait for a device; float32 squares that underflow are then summed again.
+        counted: shape [slots], float64, sums of squares of gradients that are not among ``views``.
 
     Does not wait for the device, unless ``host_reads``.
     """
@@ -137,6 +139,8 @@ def packed_norm(
                 partials[slot].append(value.to(device=device, dtype=dtype))
         zero = torch.zeros((), dtype=dtype, device=device)
         values = torch.stack([_combine(p, zero, maximum) for p in partials]) if slots else zero.new_zeros(0)
+        if counted is not None:
+            values = values + counted.to(device=device, dtype=dtype)
         flags = (~torch.isfinite(values)).to(dtype)
         if maximum:
             flags = flags + torch.isnan(values).to(dtype)

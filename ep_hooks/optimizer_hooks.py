@@ -95,6 +95,8 @@ class OptimizerHooks:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in self._prepared and self._needed():
             self._round(optimizer)
+        if self.session.auditor is not None:
+            self.session.auditor.before_step()
 
     def _needed(self) -> bool:
         """Whether a step in which the caller did not clip needs anything from us; the same on every rank."""

@@ -6,6 +6,7 @@ import fnmatch
 import io
 import logging
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -15,8 +16,10 @@ from ep_hooks.agreement import gather_objects
 from ep_hooks.clip import clip_coefficient
 from ep_hooks.config import EPHooksConfig
 from ep_hooks.errors import ConfigError
+from ep_hooks.findings import Finding, Severity, printable, worst_first
 from ep_hooks.norm import Verdict
 from ep_hooks.plan import owned_intervals
+from ep_hooks.probing import ProbeResult
 from ep_hooks.rendezvous import tell
 from ep_hooks.session import Session
 from ep_hooks.table import Entry
@@ -25,7 +28,9 @@ from ep_hooks.version import __version__
 
 __all__ = [
     "announce",
+    "announce_findings",
     "announce_off",
+    "announce_probe",
     "banner",
     "explain",
     "explain_name",
@@ -38,6 +43,8 @@ __all__ = [
 
 logger = logging.getLogger("ep_hooks")
 
+_MOST_FAULTS = 20
+
 
 def announce(session: Session) -> None:
     """Print the banner and the table on the first rank of the rank set.
@@ -48,6 +55,32 @@ def announce(session: Session) -> None:
     if session.rank == session.topology.ranks[0]:
         print(banner(session, counts), file=sys.stderr)
         print(table(session), file=sys.stderr, flush=True)
+
+
+def announce_probe(session: Session, result: ProbeResult) -> None:
+    """Say on the first rank what the probe has found: one line if all is well, a table of the faults if not."""
+    counts = Counter(row.verdict for row in result.rows)
+    if session.rank != session.topology.ranks[0]:
+        return
+    words = ", ".join(f"{number} {verdict}" for verdict, number in sorted(counts.items())) or "nothing to probe"
+    say(f"probe: {words}")
+    announce_findings(session, result.findings, 0)
+
+
+def announce_findings(session: Session, findings: Sequence[Finding], step: int) -> None:
+    """Print faults as a table, worst first, on the first rank; what is no fault goes to the log."""
+    if session.rank != session.topology.ranks[0]:
+        return
+    for finding in findings:
+        if finding.severity is Severity.INFO:
+            logger.info("ep_hooks: %s", finding)
+    faults = [finding for finding in worst_first(findings) if finding.severity > Severity.INFO]
+    if faults:
+        body = [(f.kind, printable(f.id), f.axis, f.declared, f.seen, f.remedy) for f in faults[:_MOST_FAULTS]]
+        title = f"{len(faults)} fault(s) in step {step}" if step else f"{len(faults)} fault(s)"
+        more = f", the first {len(body)}" if len(faults) > len(body) else ""
+        head = ("fault", "parameter", "axis", "declared", "measured", "remedy")
+        print(render(head, body, title=title + more), file=sys.stderr, flush=True)
 
 
 def announce_off() -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,7 @@ from ep_hooks.host_copy import HostCopy
 from ep_hooks.modes import Mode
 from ep_hooks.names import shorten
 from ep_hooks.norm import Packed, Verdict, Views, check_norm_type, local_views, packed_norm, rescaled_norm
-from ep_hooks.plan import Holding, PlanItem, Slice, owned_intervals, plan_buckets, plan_norm
+from ep_hooks.plan import Bucket, Holding, PlanItem, Slice, owned_intervals, plan_buckets, plan_norm
 from ep_hooks.policy import Action, decide
 from ep_hooks.reductions import Key, broadcast_buckets, reduce_buckets
 from ep_hooks.rendezvous import meet
@@ -68,6 +70,28 @@ class Answer:
     arguments: Arguments = ()
 
 
+class Auditor(Protocol):
+    """What a session tells of its steps to somebody who audits them; called on all ranks alike."""
+
+    audited: bool
+    """Whether the current step is audited."""
+
+    def begin(self) -> bool:
+        """A step is about to be measured: whether it is audited. The same on all ranks."""
+
+    def screen(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """The gradients after the pending reductions; returns the sum of squares of each, float64."""
+
+    def measured(self, gradients: Sequence[Tensor | None], verdict: Verdict) -> None:
+        """The step was measured."""
+
+    def clipped(self, expected: float, norm_type: float) -> None:
+        """The gradients were scaled to this norm."""
+
+    def before_step(self) -> None:
+        """An optimizer is about to step."""
+
+
 @dataclass
 class _Told:
     """What this rank has to tell of one step, and the number of requests of all ranks in it."""
@@ -93,6 +117,8 @@ class Session:
         last: verdict of the last measured step.
         coefficient: clip coefficient of the last clipped step, 0-dim tensor.
         skip_step: the policy says to skip the optimizer step.
+        auditor: audits steps; ``None``: nobody does.
+        on_first_step: called once, on all ranks, after the first step was measured.
         found_inf: 0-dim tensor that a gradient scaler of this rank has set; carried in the packed result.
     """
 
@@ -121,6 +147,9 @@ class Session:
         self.skip_step = False
         self.found_inf: Tensor | None = None
         self._compare = True
+        self.on_first_step: Callable[[], None] | None = None
+        self.auditor: Auditor | None = None
+        self._audited: list[Tensor | None] | None = None
         self._synced: dict[int, Tensor] | None = None
         self.process_groups = ProcessGroups()
         try:
@@ -180,7 +209,7 @@ class Session:
         )
         for entry in table:  # here, where an error is told to the other ranks
             if entry.source.holdings is not None:
-                self._interval(entry), owned_intervals(entry.plan_item(0), self.rank)
+                self.interval(entry), owned_intervals(entry.plan_item(0), self.rank)
         return table
 
     def _facts(self) -> list[tuple[str, str]]:
@@ -221,13 +250,13 @@ class Session:
 
     def _plan_slices(self, items: Sequence[PlanItem]) -> tuple[Slice, ...]:
         """What this rank reads, counted from the start of the tensors that the adapter gives."""
-        starts = [self._interval(entry)[0] for entry in self.entries]
+        starts = [self.interval(entry)[0] for entry in self.entries]
         return tuple(
             replace(piece, lo=piece.lo - starts[piece.index], hi=piece.hi - starts[piece.index])
             for piece in plan_norm(items, self.rank)
         )
 
-    def _interval(self, entry: Entry) -> tuple[int, int]:
+    def interval(self, entry: Entry) -> tuple[int, int]:
         """The elements of the entry's piece that this rank's ready gradient holds, in logical order."""
         if entry.source.holdings is None:
             return 0, entry.source.numel
@@ -235,6 +264,11 @@ class Session:
         if len(mine) > 1:
             raise DomainError(f"{entry.id}: rank {self.rank} holds several intervals of one piece: {mine}")
         return mine[0] if mine else (0, 0)
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """This rank's schedule of pending reductions."""
+        return self._buckets
 
     @property
     def host_decides(self) -> bool:
@@ -306,14 +340,27 @@ class Session:
             told, self._told = self._told, None
             if told.requests.read() > 0:
                 self._settle(told)
+        audits = self.auditor is not None and self.auditor.begin()
         while True:
-            verdict = self._measure_once(norm_type, only, arguments, problem)
+            verdict = self._measure_once(norm_type, only, arguments, problem, audits)
             if verdict is not None:
                 self.last = verdict
-                return verdict
+                break
+        if self.on_first_step is not None:
+            call, self.on_first_step = self.on_first_step, None
+            call()
+        if self.auditor is not None and self._audited is not None:
+            gradients, self._audited = self._audited, None
+            self.auditor.measured(gradients, verdict)
+        return verdict
 
     def _measure_once(
-        self, norm_type: float, only: frozenset[int] | None, arguments: Arguments, problem: Exception | None
+        self,
+        norm_type: float,
+        only: frozenset[int] | None,
+        arguments: Arguments,
+        problem: Exception | None,
+        audits: bool,
     ) -> Verdict | None:
         if problem is not None:
             pass
@@ -340,10 +387,17 @@ class Session:
             reduced = self._sync() if self._synced is None else self._synced
             gradients = self.adapter.gradients(self.entries, Phase.READY)
             for index, value in reduced.items():
-                lo, hi = self._interval(self.entries[index])
+                lo, hi = self.interval(self.entries[index])
                 gradients[index] = value if hi - lo == value.numel() else value.reshape(-1)[lo:hi]
         missing = self._missing(gradients)
-        views = {} if idle else local_views(self._slices, self._selected(gradients, only))
+        selected = self._selected(gradients, only)
+        slices, counted = self._slices, None
+        if audits and self.auditor is not None and not idle:
+            self._audited = gradients
+            squares = self.auditor.screen(gradients)
+            if norm_type == 2.0:
+                slices, counted = self._counted(selected, squares)
+        views = {} if idle else local_views(slices, selected)
         packed = packed_norm(
             views,
             len(self.slots),
@@ -354,6 +408,7 @@ class Session:
             requests=self._requests(idle or changed or missing != self._absent),
             said=said,
             host_reads=self.host_decides,
+            counted=counted,
         )
         told = _Told(HostCopy(packed.requests), problem, missing, partials, changed, arguments, self._suspects)
         if not decides:
@@ -372,6 +427,24 @@ class Session:
             self._assumed = False
             check_assumptions(self.entries, gradients, self.rank, self.topology.ranks, self.group, self.process_groups)
         return verdict
+
+    def _counted(self, gradients: Sequence[Tensor | None], squares: Tensor) -> tuple[tuple[Slice, ...], Tensor]:
+        """Slices that the audit has not summed on its way, and by domain the squares of those that it has."""
+        counted = torch.zeros(len(self.slots), dtype=torch.float64)
+        rest = []
+        for piece in self._slices:
+            gradient = gradients[piece.index]
+            if gradient is not None and piece.lo == 0 and piece.hi == gradient.numel():
+                counted[piece.slot] += squares[piece.index]
+            else:
+                rest.append(piece)
+        return tuple(rest), counted
+
+    def norm_now(self, norm_type: float) -> float:
+        """The norm of the gradients as they are, without pending reductions. One collective; waits for the device."""
+        views = local_views(self._slices, self.adapter.gradients(self.entries, Phase.READY))
+        packed = packed_norm(views, len(self.slots), norm_type, self.group, self.device)
+        return float(packed.verdict(self.slots, norm_type, torch.float64, torch.device("cpu")).norm)
 
     def clip(
         self,
@@ -393,6 +466,7 @@ class Session:
             The verdict before clipping. ``skip_step`` is set if the policy says to skip the optimizer step.
         """
         verdict = self.measure(norm_type, only, max_norm=max_norm, problem=problem)
+        audited = self.auditor is not None and self.auditor.audited and only is None
         # With an accelerator, a wrong argument is raised a step later; until then nothing is scaled.
         max_norm = dict(_checked(norm_type, max_norm)[0]).get("max_norm", math.inf)
         self.coefficient = clip_coefficient(verdict.norm, max_norm)
@@ -405,6 +479,9 @@ class Session:
             gradients = self._selected(self.adapter.gradients(self.entries, Phase.READY), only)
             with torch.no_grad():
                 scale_gradients(gradients, None if action is Action.ZERO else self.coefficient)
+            if audited and self.auditor is not None:
+                left = 0.0 if action is Action.ZERO else float(verdict.norm) * float(self.coefficient)
+                self.auditor.clipped(left, norm_type)
         self.skip_step = action is Action.SKIP
         if self._pending:
             self.mark_reduced()
@@ -486,9 +563,25 @@ class Session:
         if not self._pending or self.mode is Mode.OBSERVE:
             return []
         if self._synced is None:  # an interval is a copy: summing now is too late for it
-            return [e.id for e in self._pending if self._interval(e) not in ((0, 0), (0, e.source.numel))]
+            return [e.id for e in self._pending if self.interval(e) not in ((0, 0), (0, e.source.numel))]
         gradients = self.adapter.gradients(self._pending, Phase.REDUCED)
         return [e.id for e, g in zip(self._pending, gradients, strict=True) if not self._is_reduced(_key(e), g)]
+
+    @contextmanager
+    def replaced_gradients(self) -> Iterator[None]:
+        """While somebody writes other gradients and puts these back: what was reduced counts as reduced afterwards."""
+        before = self.adapter.gradients(self._pending, Phase.REDUCED)
+        reduced = {_key(e) for e, g in zip(self._pending, before, strict=True) if self._is_reduced(_key(e), g)}
+        known = self._reduced_before
+        try:
+            yield
+        finally:
+            if self._pending:
+                self.mark_reduced()
+                now = self._reduced_before
+                self._reduced_before = {
+                    k: now[k] if k in reduced else known[k] for k in now if k in reduced or k in known
+                }
 
     def mark_reduced(self) -> None:
         """Remember the pending gradients as they are now: they need no reduction until they change."""

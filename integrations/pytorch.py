@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,14 +26,16 @@ from torch.optim import Optimizer
 from ep_hooks.adapter import Phase
 from ep_hooks.config import EPHooksConfig
 from ep_hooks.domains import REPLICATE, SHARD, Domain, Evidence, EvidenceKind, Placement, partial
-from ep_hooks.errors import TooLateError, UnsupportedError
+from ep_hooks.errors import TooLateError, UnfinishedGradientError, UnsupportedError
 from ep_hooks.groups import is_distributed
 from ep_hooks.modes import Mode
 from ep_hooks.names import logical_name, shorten
+from ep_hooks.replay import Gradients, Pattern, Replayed
 from ep_hooks.table import Entry, ParameterTable, Source
 from ep_hooks.topology import Topology, axis_names
 
 from .ddp_watch import start_watching, stop_watching, wrappers_of
+from .replay import replay_plan, replayed
 
 __all__ = ["PyTorchAdapter", "assumed_replicated", "local_tensor"]
 
@@ -278,6 +281,20 @@ class PyTorchAdapter:
     def weights(self, entries: Sequence[Entry]) -> list[Tensor]:
         """Local weights."""
         return [local_tensor(entry.parameter.detach()) for entry in entries]
+
+    # ---- the probe ----------------------------------------------------------------------------------------------
+
+    def replay_plan(self, entries: Sequence[Entry]) -> list[Replayed]:
+        """Who reduces each parameter: DDP, FSDP2, a hook, or nobody."""
+        if why := self.unfinished():
+            raise UnfinishedGradientError(f"cannot probe between a backward and its reduction: {why}")
+        return replay_plan(self.module, self._ddp_modules(), list(self._fsdp_groups()), entries)
+
+    def replayed(self, pattern: Pattern) -> AbstractContextManager[Gradients]:
+        """A surrogate of the model's forward and backward, through the wrappers' own reductions."""
+        assert self.module is not None, "replay_plan() has refused"
+        read = lambda entries: self.gradients(entries, Phase.READY)  # noqa: E731  # an argument
+        return replayed(self.module, self._ddp_modules(), list(self._fsdp_groups()), pattern, read)
 
     # ---- what torch knows ---------------------------------------------------------------------------------------
 

@@ -464,6 +464,51 @@ def test_prepare_attaches_what_trains(how: str) -> None:
         assert seen == {"ratio": pytest.approx(1.0, abs=1e-6), "spread": 0.0, "hooked": True}
 
 
+def _clipped_by_accelerate(mode: str, replace: str) -> dict[str, float]:
+    """An Accelerate loop with a factor that all experts share, in the modes in which the host clips."""
+    from accelerate import Accelerator
+
+    import ep_hooks
+    from ep_hooks.integrations import accelerate
+
+    _reset_accelerate()
+    layout = build_layout("shared_lora", ep=dist.get_world_size(), options=Options(shared_lora=True), wrap=False)
+    optimizer = torch.optim.SGD(layout.model.parameters(), lr=1.0)
+    accelerate.install()
+    accelerator = Accelerator(cpu=True)
+    config = {"axes": {"edp": 1, "ep": -1}, **layout.config, "mode": mode, "clip": {"replace": replace}}
+    shared = [p for name, p in layout.parameters().items() if name.endswith("lora_a")]
+    before = [p.detach().clone() for p in shared]
+    try:
+        with ep_hooks.attach(layout.model, optimizer, config=config) as handle:
+            layout.model, prepared = accelerator.prepare(layout.model, optimizer)
+            layout.backward(0)
+            norm = float(accelerator.clip_grad_norm_(layout.model.parameters(), 0.1))
+            clipped = torch.cat([p.grad.flatten() for p in shared])
+            prepared.step()
+            moved = torch.cat([(old - p.detach()).flatten() for old, p in zip(before, shared, strict=True)])
+            assert handle.session is not None and handle.session.last is not None
+            true = float(handle.session.last.norm)
+            return {"norm": norm, "true": true, "applied": float(moved.norm() / clipped.norm())}
+    finally:
+        accelerate.uninstall()
+        _reset_accelerate()
+
+
+@pytest.mark.parametrize(("mode", "replace"), [("repair", "auto"), ("enforce", "never"), ("enforce", "auto")])
+def test_sums_are_made_once_whoever_clips_in_an_accelerate_loop(mode: str, replace: str) -> None:
+    ranks = run_ranks(_clipped_by_accelerate, 2, mode, replace)
+    for seen in ranks:
+        assert seen["applied"] == pytest.approx(1.0, rel=1e-5), (
+            "what the host has clipped is what the optimizer applies"
+        )
+    apart = max(seen["norm"] for seen in ranks) / min(seen["norm"] for seen in ranks) - 1
+    if replace == "auto" and mode == "enforce":
+        assert apart == 0.0 and ranks[0]["norm"] == pytest.approx(ranks[0]["true"], rel=1e-6)
+    else:
+        assert apart > 1e-5, "the host's own norm was asked for"
+
+
 def _fsdp2(mode: str) -> tuple[float, float, bool, int]:
     """Accelerate's own FSDP2 path, which replaces the parameters; experts are ignored by it and EP-local."""
     from accelerate import Accelerator

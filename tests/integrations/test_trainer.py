@@ -262,3 +262,24 @@ def test_accelerate_loop(how: str) -> None:
         else:
             assert seen["ratio"] == pytest.approx([1.0] * 10, abs=1e-6)
             assert set(seen["spread"]) == {0.0}
+
+
+def _replaced() -> dict[str, Any]:
+    """All parameters are new objects between the Trainer's making and its training, as FSDP2 makes them."""
+
+    def replace(trainer: Any) -> None:
+        for module in trainer.model.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    setattr(module, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+
+    layout = _make("ddp_lora")
+    seen = _train(layout, LORA, steps=2, prepare=replace)
+    return {"error": seen["error"], "ratio": seen["ratio"], "spread": seen["spread"]}
+
+
+def test_parameters_that_wrapping_replaces_are_attached_again() -> None:
+    for seen in run_ranks(_replaced, 2, timeout=120):
+        assert not seen["error"]
+        assert seen["ratio"] == pytest.approx([1.0, 1.0], abs=1e-6)
+        assert set(seen["spread"]) == {0.0}

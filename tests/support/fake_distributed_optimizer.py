@@ -9,6 +9,7 @@ optimizer consumes; weights are gathered back into the (bfloat16) model. Plain S
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,10 @@ from torch.distributed import ProcessGroup
 
 from ep_hooks.adapter import Phase
 from ep_hooks.domains import Domain, Evidence, EvidenceKind, Placement
+from ep_hooks.errors import UnsupportedError
 from ep_hooks.modes import Mode
 from ep_hooks.plan import Holding
+from ep_hooks.replay import Gradients, Pattern, Replayed
 from ep_hooks.table import Entry, ParameterTable, Source
 from ep_hooks.topology import Topology
 
@@ -197,3 +200,11 @@ class FakeAdapter:
     def weights(self, entries: Sequence[Entry]) -> list[Tensor]:
         """The model's weights; whoever writes them calls ``reload_weights``."""
         return [entry.parameter.detach() for entry in entries]
+
+    def replay_plan(self, entries: Sequence[Entry]) -> list[Replayed]:
+        """The buffers could be filled; nobody has written that yet."""
+        raise UnsupportedError("the fake distributed optimizer cannot replay its reduction")
+
+    def replayed(self, pattern: Pattern) -> AbstractContextManager[Gradients]:
+        """Refused by :meth:`replay_plan`."""
+        raise NotImplementedError

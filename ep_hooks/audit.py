@@ -1,0 +1,410 @@
+"""The audit: what was declared against what gradients, weights and optimizer states really are, in a few steps.
+
+| declared | gradients | weights | reading |
+|---|---|---|---|
+| replicas | equal | equal | healthy |
+| replicas | close | equal | drift: nondeterministic kernels (info) |
+| replicas | differ | any | a reduction is missing |
+| replicas | any | differ | the replicas have drifted apart |
+| distinct | equal, not zero | differ | reduced over ranks that hold other pieces, unless the probe has cleared it |
+| distinct | equal, not zero | equal | mixed, or broadcast over, unless the probe has cleared it |
+| any | zero | any | undetermined: looked at again in the next audited step |
+
+Only equal pieces are compared. Fingerprints are a screen; what they find different is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ep_hooks.agreement import gather_objects
+from ep_hooks.assumptions import holding_the_same
+from ep_hooks.config import AuditConfig
+from ep_hooks.domains import PlacementKind
+from ep_hooks.findings import Finding, Kind, Severity
+from ep_hooks.fingerprints import Screened, exact, screen
+from ep_hooks.norm import Verdict
+from ep_hooks.probing import merged
+from ep_hooks.session import Session
+from ep_hooks.table import Entry
+
+__all__ = ["Audit"]
+
+FIRST_STEPS = (1, 2, 10, 100)
+CLOSE = 1e-3
+"""Relative difference up to which gradients of replicas count as close."""
+_CLIPPED, _CLIPPED_NARROW = 1e-5, 5e-3
+"""Relative difference between the norm after the clip and before the step; with 16-bit gradients."""
+_MOST_FETCHED = 16
+"""Tensors by comparison that are fetched to measure how different they are."""
+_MOST_FINDINGS = 32
+_NOTHING = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Entries that ranks compare with each other, in the same order on all of them.
+
+    Attributes:
+        ranks: who compares.
+        axis: the axis along which the entries are declared distinct; empty: they are replicas.
+        indices: of the session's entries.
+    """
+
+    ranks: tuple[int, ...]
+    axis: str
+    indices: tuple[int, ...]
+
+
+class Audit:
+    """Audits the steps of one session.
+
+    Args:
+        session: its :attr:`Session.auditor` is set.
+        optimizers: those that hold the parameters, if they are known.
+        cleared: whether the probe has run, and names that it has found right: equal pieces are twins then, not mixed.
+        report: takes the findings of an audited step, which are the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        config: AuditConfig,
+        optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
+        cleared: Callable[[], tuple[bool, frozenset[str]]],
+        report: Callable[[Sequence[Finding], int], None],
+    ) -> None:
+        self.session, self.config = session, config
+        self._optimizers, self._cleared, self._report = optimizers, cleared, report
+        self.step = 0
+        self.audited = False
+        self._since = 0
+        self._comparisons: list[_Comparison] | None = None
+        self._entries: Sequence[Entry] = ()
+        self._screened: Screened | None = None
+        self._left: tuple[float, float] | None = None
+
+    # ---- called by the session -----------------------------------------------------------------------------------
+
+    def begin(self) -> bool:
+        """A step is measured: whether it is audited. The same on all ranks."""
+        self.step += 1
+        self._since += 1
+        self.audited = self._since in FIRST_STEPS or self._since % self.config.every == 0
+        return self.audited
+
+    def again(self) -> None:
+        """Start over with the first steps: after a resume, or when the parameters have changed."""
+        self._since = 0
+
+    def screen(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Fingerprint this step's gradients; returns their sums of squares, for the norm."""
+        self._screened = screen(gradients)
+        return self._screened.squares
+
+    def measured(self, gradients: Sequence[Tensor | None], verdict: Verdict) -> None:
+        """Compare. Collectives: one by set of ranks that compare, a broadcast by difference, one exchange."""
+        if bool(verdict.nonfinite):
+            return  # NaN equals nothing; the policies deal with it
+        session = self.session
+        if self._entries is not session.entries:
+            self._entries, self._comparisons = session.entries, None
+        if self._comparisons is None:
+            self._comparisons = self._plan()
+        screened = self._screened if self._screened is not None else screen(gradients)
+        self._screened = None
+        weights = session.adapter.weights(session.entries)
+        tensors = {
+            "gradients": [[] if gradient is None else [gradient] for gradient in gradients],
+            "weights": [[weight] for weight in weights],
+            "states": [self._state(entry) for entry in session.entries],
+        }
+        words = torch.stack([screened.words, screen(weights).words, _words_of(tensors["states"])])
+        found: list[Finding] = []
+        for comparison in self._comparisons:
+            found += self._compare(comparison, tensors, words)
+        found += self._held_by_optimizers()
+        self._publish(found)
+
+    def clipped(self, expected: float, norm_type: float) -> None:
+        """The session has clipped to ``expected``: to be measured again right before the optimizer steps."""
+        self._left = expected, norm_type
+
+    def before_step(self) -> None:
+        """An optimizer is about to step: are the gradients as the clip left them? One collective, in audited steps."""
+        if self._left is None:
+            return
+        (expected, norm_type), self._left = self._left, None
+        now = self.session.norm_now(norm_type)
+        narrow = any(entry.source.dtype not in (torch.float32, torch.float64) for entry in self.session.entries)
+        tolerance = _CLIPPED_NARROW if narrow else _CLIPPED
+        if not math.isfinite(expected) or abs(now - expected) <= tolerance * max(expected, 1e-30):
+            return
+        times = now / expected if expected else math.inf
+        self._publish(
+            [
+                Finding(
+                    Kind.CLIP,
+                    Severity.ERROR,
+                    ranks=self.session.topology.ranks,
+                    declared=f"norm {expected:.6g} after the clip",
+                    seen=f"norm {now:.6g} before the optimizer's step, {times:.4g} times that",
+                    evidence="measured again",
+                    consequence="somebody has changed the gradients after they were clipped: a second clip, another "
+                    "unscaling, or a reduction that came too late",
+                    remedy="take the framework's own clip out (its max_grad_norm), or clip after the last change",
+                    step=self.step,
+                )
+            ]
+        )
+
+    # ---- comparisons ---------------------------------------------------------------------------------------------
+
+    def _plan(self) -> list[_Comparison]:
+        """Agree on who compares what. One exchange over the rank set."""
+        session = self.session
+        mine: dict[tuple[tuple[int, ...], str], dict[str, int]] = {}
+        for index, entry in enumerate(session.entries):
+            for key in self._partners(entry):
+                mine.setdefault(key, {})[entry.id] = index
+        offered = {key: {name: self._size(index) for name, index in names.items()} for key, names in mine.items()}
+        everyone = dict(zip(session.topology.ranks, gather_objects(offered, session.group), strict=True))
+        comparisons = []
+        for key in sorted(mine):
+            ranks, axis = key
+            common = [
+                name
+                for name in sorted(mine[key])
+                if all(everyone[rank].get(key, {}).get(name) == offered[key][name] for rank in ranks)
+            ]
+            if common:
+                session.process_groups.get(ranks)
+                comparisons.append(_Comparison(ranks, axis, tuple(mine[key][name] for name in common)))
+        return comparisons
+
+    def _partners(self, entry: Entry) -> Iterable[tuple[tuple[int, ...], str]]:
+        alike = holding_the_same(entry, self.session.rank)
+        if len(alike) > 1:
+            yield alike, ""
+        for axis, placement in entry.domain.placements:
+            if placement.kind is PlacementKind.SHARD and axis.name not in entry.source.placed:
+                group = tuple(sorted(axis.group_of(self.session.rank)))
+                if len(group) > 1:
+                    yield group, axis.name
+
+    def _size(self, index: int) -> int:
+        lo, hi = self.session.interval(self.session.entries[index])
+        return hi - lo
+
+    def _compare(
+        self, comparison: _Comparison, tensors: Mapping[str, Sequence[Sequence[Tensor]]], words: Tensor
+    ) -> list[Finding]:
+        """Screen, hash what the screen finds different, and judge. ``words``: [what is compared, entry]."""
+        indices = torch.tensor(comparison.indices)
+        mine = words[:, indices]
+        present = torch.tensor([[bool(held[i]) for i in comparison.indices] for held in tensors.values()])
+        low, high = self._extremes(comparison, mine, present)
+        if not comparison.axis and (unequal := (low != high).nonzero().tolist()):
+            # The screen may err between kinds of hardware, a hash does not.
+            kinds = list(tensors.values())
+            hashed = mine.clone()
+            for row, place in unequal:
+                hashed[row, place] = hash(tuple(exact(t) for t in kinds[row][comparison.indices[place]])) >> 2
+            low, high = self._extremes(comparison, hashed, present)
+        if comparison.axis:
+            return self._distinct(comparison, low == high, (low == 0) & (high == 0) | (high < low))
+        return self._replicas(comparison, tensors, low < high)
+
+    def _extremes(self, comparison: _Comparison, words: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+        """Smallest and largest word of each entry over the ranks that have it; largest below smallest: nobody has."""
+        groups, ranks = self.session.process_groups, comparison.ranks
+        both = torch.stack([words, ~words])
+        both[:, ~present] = _NOTHING
+        both = both.to(groups.device(ranks, self.session.device))
+        dist.all_reduce(both, dist.ReduceOp.MIN, groups.get(ranks))
+        low, high = both.cpu()
+        return low, ~high
+
+    def _distinct(self, comparison: _Comparison, equal: Tensor, silent: Tensor) -> list[Finding]:
+        found = []
+        probed, cleared = self._cleared()
+        suspects = (equal[0] & ~silent[0]).nonzero().flatten().tolist()
+        for place in suspects:
+            entry = self._entries[comparison.indices[place]]
+            if entry.id in cleared:
+                continue
+            same = bool(equal[1, place])
+            also = "and weights " if same else ""
+            found.append(
+                self._finding(
+                    Kind.PIECES_EQUAL if same else Kind.WRONG_RANKS,
+                    Severity.ERROR if probed else Severity.WARNING,
+                    entry,
+                    comparison,
+                    f"gradients {also}equal and not zero on all ranks of the axis",
+                    "different experts are trained with one and the same gradient"
+                    + (", and have become copies of each other" if same else ""),
+                    f"keep whoever reduces it from reducing over `{comparison.axis}` (its process group, or "
+                    "`allreduce`); ep_hooks.probe(model) tells mixed experts from equal ones",
+                )
+            )
+        return found
+
+    def _replicas(
+        self, comparison: _Comparison, tensors: Mapping[str, Sequence[Sequence[Tensor]]], different: Tensor
+    ) -> list[Finding]:
+        found = []
+        local = self.session.config.probe.local_axes
+        for row, (what, held) in enumerate(tensors.items()):
+            for place in different[row].nonzero().flatten().tolist()[:_MOST_FETCHED]:
+                index = comparison.indices[place]
+                entry = self._entries[index]
+                distance = self._distance(comparison, held[index])
+                if distance == 0:
+                    continue
+                axis = self._axis(entry, comparison.ranks)
+                close = distance <= CLOSE and (what == "gradients" or axis in local)
+                kind, consequence, remedy = _READINGS[what]
+                found.append(
+                    self._finding(
+                        Kind.DRIFT if close else kind,
+                        Severity.INFO if close else Severity.ERROR,
+                        entry,
+                        comparison,
+                        f"{what} differ by {distance:.2g} of the largest element",
+                        consequence,
+                        remedy.format(id=entry.id, axis=axis or "AXIS"),
+                        axis,
+                    )
+                )
+        return found
+
+    def _distance(self, comparison: _Comparison, held: Sequence[Tensor]) -> float:
+        """Largest difference to the first rank's numbers over the largest number. Two exchanges and a MAX.
+
+        A rank that has nothing counts as zeros; infinite where ranks have different numbers of elements.
+        """
+        groups, ranks = self.session.process_groups, comparison.ranks
+        group, device = groups.get(ranks), groups.device(ranks, self.session.device)
+        flat = [torch.view_as_real(t).reshape(-1) if t.is_complex() else t.reshape(-1) for t in held]
+        mine = torch.cat([t.detach().double() for t in flat]) if flat else torch.zeros(0, dtype=torch.float64)
+        sizes = {size for size in gather_objects(len(mine), group) if size}
+        if len(sizes) != 1:
+            return math.inf
+        mine = (mine if len(mine) else torch.zeros(sizes.pop(), dtype=torch.float64)).to(device)
+        first = mine.clone()
+        dist.broadcast(first, ranks[0], group)
+        numbers = torch.stack([(mine - first).abs().amax(), mine.abs().amax()])
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group)
+        return float(numbers[0] / numbers[1]) if float(numbers[1]) else 0.0
+
+    def _finding(
+        self,
+        kind: Kind,
+        severity: Severity,
+        entry: Entry,
+        comparison: _Comparison,
+        seen: str,
+        consequence: str,
+        remedy: str,
+        axis: str = "",
+    ) -> Finding:
+        return Finding(
+            kind, severity, entry.id, axis or comparison.axis, comparison.ranks,
+            f"{entry.domain.name} ({entry.domain.text})", seen,
+            f"{entry.evidence.kind.name.lower()}: {entry.evidence.source}; audit", consequence, remedy, self.step,
+        )  # fmt: skip
+
+    def _axis(self, entry: Entry, ranks: Sequence[int]) -> str:
+        """The smallest axis along which these ranks are replicas."""
+        groups = [
+            (len(group), axis.name)
+            for axis, placement in entry.domain.placements
+            if placement.kind is not PlacementKind.SHARD
+            and len(group := axis.group_of(self.session.rank)) > 1
+            and set(group) <= set(ranks)
+        ]
+        return min(groups)[1] if groups else ""
+
+    # ---- optimizers ----------------------------------------------------------------------------------------------
+
+    def _state(self, entry: Entry) -> list[Tensor]:
+        """Tensors of the optimizer's state for this parameter, of its size."""
+        tensors: list[Tensor] = []
+        for optimizer in self._optimizers():
+            state: dict[str, Any] = optimizer.state.get(entry.parameter, {})
+            for name in sorted(state, key=str):
+                value = state[name]
+                if isinstance(value, Tensor) and value.numel() == entry.parameter.numel():
+                    tensors.append(getattr(value, "_local_tensor", value).detach())
+        return tensors
+
+    def _held_by_optimizers(self) -> list[Finding]:
+        optimizers = self._optimizers()
+        if not optimizers:
+            return []
+        held: dict[int, int] = {}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    held[id(parameter)] = held.get(id(parameter), 0) + 1
+        found = []
+        for entry in self._entries:
+            count = held.get(id(entry.parameter), 0)
+            if count == 1:
+                continue
+            lost = count == 0
+            found.append(
+                Finding(
+                    Kind.NOT_UPDATED,
+                    Severity.WARNING if lost else Severity.ERROR,
+                    entry.id,
+                    ranks=(self.session.rank,),
+                    declared="trainable",
+                    seen=f"held by {count} optimizer groups",
+                    evidence="the optimizers' param_groups",
+                    consequence="it is never updated, yet counts in the norm" if lost else "it is updated twice",
+                    remedy="put it into one optimizer group, or freeze it with requires_grad_(False)",
+                    step=self.step,
+                )
+            )
+        return found
+
+    def _publish(self, found: Sequence[Finding]) -> None:
+        mine = sorted(found, key=lambda finding: -finding.severity)[:_MOST_FINDINGS]
+        self._report(merged(gather_objects(mine, self.session.group)), self.step)
+
+
+_READINGS = {
+    "gradients": (
+        Kind.NOT_REDUCED,
+        "replicas are trained with different gradients and drift apart",
+        'reduce it over `{axis}`, or declare that: `{{match: "{id}", domain: {{{axis}: avg}}, rest: replicate}}`',
+    ),
+    "weights": (
+        Kind.REPLICAS_DIFFER,
+        "ranks that should hold the same weight do not: the model is not one model any more",
+        "load weights again that are equal on these ranks (no reduction mends them), and mend what else was found",
+    ),
+    "states": (
+        Kind.STATE_DIFFERS,
+        "replicas will be updated differently, although their gradients are equal",
+        "load an optimizer state again that is equal on these ranks",
+    ),
+}
+
+
+def _words_of(states: Sequence[Sequence[Tensor]]) -> Tensor:
+    """One word for each list of tensors."""
+    flat = [tensor for tensors in states for tensor in tensors]
+    words = screen(flat).words
+    owner = torch.tensor([i for i, tensors in enumerate(states) for _ in tensors], dtype=torch.int64)
+    place = torch.tensor([2 * j + 1 for tensors in states for j in range(len(tensors))], dtype=torch.int64)
+    return torch.zeros(len(states), dtype=torch.int64).index_add_(0, owner, words * place)
