@@ -18,9 +18,12 @@ def check_max_norm(max_norm: float) -> float:
     """``max_norm`` as a float.
 
     Raises:
-        ValueError: NaN or negative.
+        ValueError: NaN, negative or no number.
     """
-    value = float(max_norm)
+    try:
+        value = float(max_norm)
+    except (TypeError, ValueError):
+        value = math.nan
     if math.isnan(value) or value < 0:
         raise ValueError(f"max_norm must be a number >= 0 (inf: measure only), got {max_norm!r}")
     return value

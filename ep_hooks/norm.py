@@ -50,12 +50,14 @@ class Packed:
 
     Attributes:
         requests: 0-dim, above zero if a rank has something to tell, or ranks said different things.
+        error: why this rank could not sum; it then counts nothing and has asked to tell the others.
     """
 
     values: Tensor
     flags: Tensor
     found_inf: Tensor
     requests: Tensor
+    error: Exception | None = None
 
     def verdict(self, domains: Sequence[str], norm_type: float, dtype: torch.dtype, device: torch.device) -> Verdict:
         """Norms from the packed values. Does not wait for the device."""
@@ -78,7 +80,10 @@ def check_norm_type(norm_type: float) -> float:
     Raises:
         ValueError: NaN, or smaller than 1 (the sum of powers is no norm then).
     """
-    value = float(norm_type)
+    try:
+        value = float(norm_type)
+    except (TypeError, ValueError):
+        value = math.nan
     if math.isnan(value) or value < 1:
         raise ValueError(f"norm_type must be a number >= 1 or inf, got {norm_type!r}")
     return value
@@ -129,16 +134,15 @@ def packed_norm(
     """
     dtype = packed_dtype(group, device)
     maximum = math.isinf(norm_type)
-    partials: list[list[Tensor]] = [[] for _ in range(slots)]
+    error: Exception | None = None
     with torch.no_grad():
-        for (slot, _, _), tensors in views.items():
-            value = accumulate(tensors, norm_type)
-            if value is not None:
-                if host_reads and may_underflow(value, tensors, norm_type):
-                    value = squares_in_float64(tensors)
-                partials[slot].append(value.to(device=device, dtype=dtype))
         zero = torch.zeros((), dtype=dtype, device=device)
-        values = torch.stack([_combine(p, zero, maximum) for p in partials]) if slots else zero.new_zeros(0)
+        try:
+            partials = _local_sums(views, slots, norm_type, host_reads)
+        except Exception as raised:  # the others are on their way into the all-reduce
+            error, partials, requests = raised, [[] for _ in range(slots)], 1
+        parts = [[value.to(device=device, dtype=dtype) for value in of_slot] for of_slot in partials]
+        values = torch.stack([_combine(p, zero, maximum) for p in parts]) if slots else zero.new_zeros(0)
         if counted is not None:
             values = values + counted.to(device=device, dtype=dtype)
         flags = (~torch.isfinite(values)).to(dtype)
@@ -152,7 +156,18 @@ def packed_norm(
         if group is not None:
             dist.all_reduce(packed, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group)
         differ = packed[2 * slots + 2 :].sum().abs()
-    return Packed(packed[:slots], packed[slots : 2 * slots], packed[2 * slots], packed[2 * slots + 1] + differ)
+    return Packed(packed[:slots], packed[slots : 2 * slots], packed[2 * slots], packed[2 * slots + 1] + differ, error)
+
+
+def _local_sums(views: Views, slots: int, norm_type: float, host_reads: bool) -> list[list[Tensor]]:
+    sums: list[list[Tensor]] = [[] for _ in range(slots)]
+    for (slot, _, _), tensors in views.items():
+        value = accumulate(tensors, norm_type)
+        if value is not None:
+            if host_reads and may_underflow(value, tensors, norm_type):
+                value = squares_in_float64(tensors)
+            sums[slot].append(value)
+    return sums
 
 
 def comparison(said: str, maximum: bool, dtype: torch.dtype, rank: int, ranks: int) -> tuple[float, float]:

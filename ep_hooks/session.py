@@ -397,7 +397,11 @@ class Session:
             squares = self.auditor.screen(gradients)
             if norm_type == 2.0:
                 slices, counted = self._counted(selected, squares)
-        views = {} if idle else local_views(slices, selected)
+        views: Views = {}
+        try:
+            views = views if idle else local_views(slices, selected)
+        except Exception as raised:  # told below: the others are on their way into the all-reduce
+            problem, idle = raised, True
         packed = packed_norm(
             views,
             len(self.slots),
@@ -410,6 +414,7 @@ class Session:
             host_reads=self.host_decides,
             counted=counted,
         )
+        problem = problem or packed.error
         told = _Told(HostCopy(packed.requests), problem, missing, partials, changed, arguments, self._suspects)
         if not decides:
             self._told = told
@@ -465,6 +470,8 @@ class Session:
         Returns:
             The verdict before clipping. ``skip_step`` is set if the policy says to skip the optimizer step.
         """
+        if max_norm is None:  # from callers without types; nothing would be clipped
+            problem = problem or TypeError("max_norm must be a number >= 0 (inf: measure only), got None")
         verdict = self.measure(norm_type, only, max_norm=max_norm, problem=problem)
         audited = self.auditor is not None and self.auditor.audited and only is None
         # With an accelerator, a wrong argument is raised a step later; until then nothing is scaled.

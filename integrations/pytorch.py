@@ -133,6 +133,10 @@ class PyTorchAdapter:
                     "FSDP1 (FullyShardedDataParallel) keeps flat shards that say nothing of their parameters; "
                     "use fully_shard (FSDP2)"
                 )
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+                raise UnsupportedError(
+                    f"{module} gives sparse gradients, which are not supported; make it sparse=False"
+                )
         suspects, named = self._suspects(topology), self.module is not None
         reduced_by_ddp = self._reduced_by_ddp()
         sharded_by_fsdp = any(isinstance(parameter, DTensor) for _, parameter in self._parameters())

@@ -142,6 +142,9 @@ BAD_CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "norm_type NaN": (lambda p, m: ep_hooks.total_norm([p], math.nan, mesh=m), "norm_type must be"),
     "max_norm -1": (lambda p, m: ep_hooks.clip_grad_norm_([p], -1.0, mesh=m), "max_norm must be"),
     "max_norm NaN": (lambda p, m: ep_hooks.clip_grad_norm_([p], math.nan, mesh=m), "max_norm must be"),
+    "norm_type a word": (lambda p, m: ep_hooks.total_norm([p], "two", mesh=m), "norm_type must be .*'two'"),  # type: ignore[arg-type]  # wrong on purpose
+    "max_norm a word": (lambda p, m: ep_hooks.clip_grad_norm_([p], "one", mesh=m), "max_norm must be .*'one'"),  # type: ignore[arg-type]  # wrong on purpose
+    "max_norm None": (lambda p, m: ep_hooks.clip_grad_norm_([p], None, mesh=m), "max_norm must be .*None"),  # type: ignore[arg-type]  # wrong on purpose
     "no axis": (lambda p, m: ep_hooks.total_norm([p], mesh=None), "no axis 'ep'"),
     "assume": (lambda p, m: ep_hooks.total_norm([p], mesh=m, assume="dense"), "assume must be"),  # type: ignore[arg-type]  # wrong on purpose
     "undeclared": (lambda p, m: ep_hooks.total_norm([_plain()]), r"parameters\[0\]"),

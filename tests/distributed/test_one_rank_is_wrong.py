@@ -124,3 +124,26 @@ def _step_schedule() -> list[float]:
 def test_a_limit_that_follows_a_schedule_is_no_fault() -> None:
     for norms in run_ranks(_step_schedule, 2):
         assert norms == pytest.approx([8**0.5] * 20)
+
+
+def _sparse(attached: bool) -> float:
+    """Only rank 1 has a gradient that cannot be summed."""
+    model = _model()
+    if attached:
+        ep_hooks.attach(model)
+    model.weight.grad = torch.ones(2, 3).to_sparse() if distributed_rank() == 1 else torch.ones(2, 3)
+    return float(ep_hooks.clip_grad_norm_(model, 1.0))
+
+
+@pytest.mark.parametrize("attached", [True, False], ids=["attached", "ad hoc"])
+def test_a_gradient_that_cannot_be_summed(attached: bool) -> None:
+    messages = _messages(_sparse, 2, attached)
+    assert "rank 1 failed: " in messages[0]
+
+
+def _sparse_embedding() -> None:
+    ep_hooks.attach(nn.Embedding(5, 3, sparse=True))
+
+
+def test_a_sparse_embedding_is_refused_by_name() -> None:
+    assert all("sparse=False" in message for message in _messages(_sparse_embedding, 2))
