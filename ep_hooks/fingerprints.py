@@ -27,7 +27,7 @@ __all__ = ["Screened", "exact", "screen"]
 _WIDE, _NARROW = 512, 128
 """Elements of a block."""
 _SMALL = 4_096
-"""Tensors up to this size have narrow blocks, of which less is padding."""
+"""Tensors up to this size have narrow blocks where wide ones would need padding."""
 _SCRATCH = 131_072
 """Elements gathered at once."""
 _DIRECT_FROM = 32_768
@@ -35,6 +35,8 @@ _ALIGNED = 64
 """Bytes: matrix products of operands that are aligned otherwise may round otherwise."""
 _ROWS = 16
 """A product's rounding depends on the block's place where the number of blocks is no multiple of the kernel's step."""
+_EXACT = (torch.float32, torch.bfloat16, torch.float16)
+"""What float32 holds as it is."""
 _FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xC2B2AE3D27D4EB4F - 2**64
 """Odd factors; 64-bit integers wrap."""
 
@@ -110,12 +112,17 @@ def _sorted(tensors: Sequence[Tensor | None]) -> list[_Class]:
     for index, tensor in enumerate(tensors):
         if tensor is None or not (numel := tensor.numel()):
             continue
-        key = _NARROW if numel <= _SMALL else _WIDE, tensor.device
+        key = _NARROW if numel <= _SMALL and numel % _WIDE else _WIDE, tensor.device
         group = classes.get(key) or classes.setdefault(key, _Class(*key))
-        if tensor.dtype is not torch.float32 or numel > _SCRATCH or not tensor.is_contiguous():
+        if tensor.dtype not in _EXACT or numel > _SCRATCH or not tensor.is_contiguous():
             for part in _float32(tensor):
                 _add(group, index, part)
-        elif numel >= _DIRECT_FROM and numel % (_WIDE * _ROWS) == 0 and tensor.data_ptr() % _ALIGNED == 0:
+        elif (
+            tensor.dtype is torch.float32
+            and numel >= _DIRECT_FROM
+            and numel % (_WIDE * _ROWS) == 0
+            and tensor.data_ptr() % _ALIGNED == 0
+        ):
             group.direct.append((index, 0, numel, tensor.view(-1)))
         else:
             group.gathered.append((index, 0, numel, tensor if tensor.dim() == 1 else tensor.view(-1)))
@@ -129,7 +136,7 @@ def _float32(tensor: Tensor) -> list[Tensor]:
     if tensor.dtype is torch.float64:
         high = tensor.float()
         return [high, (tensor - high).float()]
-    return [tensor if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) else tensor.float()]
+    return [tensor if tensor.dtype in _EXACT else tensor.float()]
 
 
 def _add(group: _Class, index: int, tensor: Tensor) -> None:
