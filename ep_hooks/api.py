@@ -33,6 +33,7 @@ from ep_hooks.modes import Mode, resolve_mode
 from ep_hooks.norm import Verdict
 from ep_hooks.optimizer_hooks import OptimizerHooks, unwrap_optimizer
 from ep_hooks.probing import ProbeResult, run_probe
+from ep_hooks.recording import Recorder
 from ep_hooks.scaler import unwatch_scalers, watch_scalers
 from ep_hooks.session import Session
 
@@ -67,6 +68,7 @@ class Handle:
         self.hooks = hooks
         self.audit: Audit | None = None
         self.findings: list[Finding] = []
+        self.recorder: Recorder | None = None
         self._probed: ProbeResult | None = None
         if session is not None:
             _HANDLES.add(self)
@@ -107,6 +109,9 @@ class Handle:
         self._probed = result = run_probe(session, reduce)
         self.findings += result.findings
         report.announce_probe(session, result)
+        if self.recorder is not None:
+            self.recorder.probed(result)
+            self.recorder.found(result.findings)
         _raise_faults(result.findings, self.config.probe.level)
         return result
 
@@ -120,6 +125,10 @@ class Handle:
         new = [finding for finding in findings if (finding.kind, finding.id, finding.axis) not in known]
         self.findings += new
         report.announce_findings(self._live(), new, step)
+        if self.recorder is not None:
+            self.recorder.found(new)
+            if (verdict := self._live().last) is not None:
+                self.recorder.norm(step, verdict)
         _raise_faults(findings, self.config.audit.level)
 
     def _probe_once(self) -> None:
@@ -258,6 +267,8 @@ def attach_adapter(
     session = Session(adapter, config, mode, problem=problem)
     report.announce(session)
     handle = Handle(session, config, _hook(session, optimizers))
+    if config.record is not None:
+        handle.recorder = Recorder(config.record, session)
     if config.probe.at_first_step and config.probe.level != "off" and len(session.topology.ranks) > 1:
         session.on_first_step = handle._probe_once
     if config.audit.level != "off" and len(session.topology.ranks) > 1:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ep_hooks.errors import EPHooksError
+from ep_hooks.errors import ConfigError, EPHooksError
 from ep_hooks.version import __version__
 
 __all__ = ["BAD_INPUT", "FAILED", "OK", "app", "main"]
@@ -117,6 +117,29 @@ def check(config: Annotated[Path, typer.Argument(help="Configuration, YAML or JS
     resolved["mode"] = str(loaded.resolved_mode())
     print(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), end="")
     print(f"{config}: OK", file=sys.stderr)
+
+
+@app.command(epilog=_EPILOG)
+def report(
+    records: Annotated[Path, typer.Argument(help="JSON lines that a run has written (`record` in its configuration).")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="HTML file; `-` for standard output.")] = None,
+) -> None:
+    """Make one self-contained HTML page of what probe and audit have found."""
+    from ep_hooks.html_report import page, summarise
+
+    target = records.with_suffix(".html") if output is None else output
+    if target.absolute() == records.absolute():
+        raise ConfigError(f"the report would overwrite {records}; give another file with -o")
+    summary = summarise(records)
+    text = page(summary)
+    if str(target) == "-":
+        print(text, end="")
+        return
+    try:
+        target.write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror}") from None
+    print(f"{summary.headline}; written to {target}")
 
 
 @app.command(epilog=_EPILOG)

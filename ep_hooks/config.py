@@ -251,6 +251,9 @@ class EPHooksConfig(_Model):
     sync: SyncConfig = Field(default_factory=SyncConfig, description="pending reductions")
     probe: ProbeConfig = Field(default_factory=ProbeConfig, description="measuring the reductions themselves")
     audit: AuditConfig = Field(default_factory=AuditConfig, description="comparing what was declared with what is")
+    record: str | None = Field(
+        None, description="file to which the first rank appends what probe and audit find, as JSON lines"
+    )
     allow_untested_host: bool = Field(
         False, description="enforce on a host version outside the tested range instead of falling back to observe"
     )

@@ -127,12 +127,7 @@ def _callback_class() -> type:
         def on_train_begin(
             self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
         ) -> None:
-            """Wrapping may have replaced parameters; the optimizer exists now."""
-            trainable = {id(p) for p in model.parameters() if p.requires_grad}
-            session = self.handle.session if self.handle is not None else None
-            if session is not None and {id(entry.parameter) for entry in session.entries} != trainable:
-                self.remove()
-                self._attach(model)
+            """The optimizer exists now; parameters that wrapping has replaced are classified again with it."""
             if self.handle is not None and optimizer is not None:
                 self.handle.add_optimizers([unwrap_optimizer(optimizer)])
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ep_hooks
-from ep_hooks.findings import Finding, Kind, Severity
+from ep_hooks.findings import Finding, Kind, Severity, read_records
+from ep_hooks.html_report import page, summarise
 from tests.support.layouts import build_layout
 from tests.support.ranks import run_ranks
 from tests.support.tinymoe import Options
@@ -246,3 +249,28 @@ def test_between_audited_steps_nothing_is_exchanged() -> None:
     for counts in run_ranks(_collectives, 2, timeout=60):
         assert counts[2:4] == [1, 1] and counts[5] == 1
         assert min(counts[0], counts[1], counts[4]) > 1
+
+
+def _recorded(path: str) -> list[str]:
+    config = {**CONFIG, "record": path, "probe": {"at_first_step": True}}
+    return [finding.id for finding in Run("states drift").train(config)]
+
+
+def test_findings_are_recorded_once_and_reported(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "run.jsonl"
+    assert run_ranks(_recorded, 2, str(path), timeout=60) == [["trunk.bias"]] * 2
+    records = list(read_records(path.read_text().splitlines()))
+    kinds = Counter(record["type"] for record in records)
+    assert kinds == {"run": 1, "domain": 2, "probe": 8, "norm": 2, "finding": 1}
+    assert {tuple(r["weights"]) for r in records if r["type"] == "probe"} == {(0.5, 0.5), (1.0, 0.0)}
+    assert Finding.from_record(records[-2]).kind is Kind.STATE_DIFFERS
+    text = page(summarise(path))
+    assert "1 error found" in text and "trunk.bias" in text and "state-differs" in text
+
+
+def _unwritable() -> int:
+    return len(Run("nothing").train({**CONFIG, "record": "/proc/no/such/run.jsonl"}))
+
+
+def test_a_record_that_cannot_be_written_stops_no_training() -> None:
+    assert run_ranks(_unwritable, 2, timeout=60) == [0, 0]

@@ -157,7 +157,7 @@ def test_a_pending_sum_is_made_once_whoever_clips(mode: str, replace: str, train
 # ----------------------------------------------------------------------- plain experts beside a sharded-at-load model
 
 
-def _synchronised(with_us: bool) -> tuple[float, bool, bool]:
+def _synchronised(mode: str) -> tuple[float, bool, bool]:
     """What the Trainer's synchronisation of plain parameters does to a different expert on every rank."""
     from transformers import Trainer
 
@@ -167,8 +167,9 @@ def _synchronised(with_us: bool) -> tuple[float, bool, bool]:
     model = nn.Module()
     model.dense = nn.Parameter(torch.full((2,), float(rank)))
     model.experts = nn.ParameterList([nn.Parameter(torch.full((2,), float(rank)))])
-    callback = EPHooksCallback({"axes": {"ep": -1}, "domains": [{"match": "experts.*", "domain": "expert"}]})
-    if with_us:
+    rules = [{"match": "experts.*", "domain": "expert"}]
+    callback = EPHooksCallback({"axes": {"ep": -1}, "domains": rules, "mode": mode or None})
+    if mode:
         callback.on_init_end(None, None, None, model=model)
     stand_in = SimpleNamespace(accelerator=SimpleNamespace(sync_gradients=True))
     Trainer._sync_replicated_trainable_parameters(stand_in, model)  # type: ignore[arg-type]  # reads nothing else
@@ -185,10 +186,11 @@ def _synchronised(with_us: bool) -> tuple[float, bool, bool]:
 
 def test_experts_are_neither_broadcast_nor_averaged() -> None:
     """``Trainer._sync_replicated_trainable_parameters`` (transformers 5.18 to 5.24)."""
-    stock = run_ranks(_synchronised, 2, False)
+    stock = run_ranks(_synchronised, 2, "")
     assert [expert for expert, _, _ in stock] == [1.5, 1.5], "averaged over different experts"
     assert [kept for _, kept, _ in stock] == [True, False], "rank 1's expert was overwritten with rank 0's"
-    ours = run_ranks(_synchronised, 2, True)
+    assert run_ranks(_synchronised, 2, "observe") == stock, "observe changes nothing"
+    ours = run_ranks(_synchronised, 2, "enforce")
     assert [expert for expert, _, _ in ours] == [1.0, 2.0]
     assert all(kept for _, kept, _ in ours)
     assert all(dense for _, _, dense in stock + ours)
