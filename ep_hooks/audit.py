@@ -85,7 +85,6 @@ class Audit:
         self._optimizers, self._cleared, self._report = optimizers, cleared, report
         self.step = 0
         self.audited = False
-        self._since = 0
         self._comparisons: list[_Comparison] | None = None
         self._entries: Sequence[Entry] = ()
         self._screened: Screened | None = None
@@ -96,13 +95,8 @@ class Audit:
     def begin(self) -> bool:
         """A step is measured: whether it is audited. The same on all ranks."""
         self.step += 1
-        self._since += 1
-        self.audited = self._since in FIRST_STEPS or self._since % self.config.every == 0
+        self.audited = self.step in FIRST_STEPS or self.step % self.config.every == 0
         return self.audited
-
-    def again(self) -> None:
-        """Start over with the first steps: after a resume, or when the parameters have changed."""
-        self._since = 0
 
     def screen(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Fingerprint this step's gradients; returns their sums of squares, for the norm."""
