@@ -121,25 +121,37 @@ def check(config: Annotated[Path, typer.Argument(help="Configuration, YAML or JS
 
 @app.command(epilog=_EPILOG)
 def report(
-    records: Annotated[Path, typer.Argument(help="JSON lines that a run has written (`record` in its configuration).")],
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="HTML file; `-` for standard output.")] = None,
+    records: Annotated[
+        Path, typer.Argument(metavar="FILE", help="JSON lines that a run has written (`record` in its config).")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="HTML file; FILE with .html if not given; `-` for standard output."),
+    ] = None,
 ) -> None:
-    """Make one self-contained HTML page of what probe and audit have found."""
+    """Make one self-contained HTML page of what probe and audit have found.
+
+    Exit status 0 whatever was found; 2 if the file cannot be read or the page not be written.
+    """
+    from ep_hooks.findings import printable
     from ep_hooks.html_report import page, summarise
 
-    target = records.with_suffix(".html") if output is None else output
-    if target.absolute() == records.absolute():
-        raise ConfigError(f"the report would overwrite {records}; give another file with -o")
     summary = summarise(records)
-    text = page(summary)
+    target = records.with_suffix(".html") if output is None else output
+    data = page(summary).encode("utf-8", errors="backslashreplace")
     if str(target) == "-":
-        print(text, end="")
+        # Bytes: the page is UTF-8 whatever the terminal is.
+        typer.echo(data, nl=False)
+        print(summary.headline, file=sys.stderr)
         return
+    name = printable(str(target), 1_000)
     try:
-        target.write_text(text, encoding="utf-8", errors="backslashreplace")
+        if target.exists() and target.samefile(records):
+            raise ConfigError(f"the report would overwrite its input {name}; give another file with -o")
+        target.write_bytes(data)
     except OSError as error:
-        raise ConfigError(f"cannot write {target}: {error.strerror}") from None
-    print(f"{summary.headline}; written to {target}")
+        raise ConfigError(f"cannot write {name}: {error.strerror or error}") from None
+    print(f"{summary.headline}; written to {name}")
 
 
 @app.command(epilog=_EPILOG)
