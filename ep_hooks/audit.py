@@ -63,6 +63,21 @@ class _Comparison:
     indices: tuple[int, ...]
 
 
+@dataclass
+class _Clipped:
+    """A step that was audited and clipped.
+
+    Attributes:
+        norm: after the clip, as it should be.
+        before_step: the norm of what this rank counts, right before its optimizer stepped; ``None``: it did not.
+    """
+
+    step: int
+    norm: float
+    norm_type: float
+    before_step: float | None = None
+
+
 class Audit:
     """Audits the steps of one session.
 
@@ -88,12 +103,13 @@ class Audit:
         self._comparisons: list[_Comparison] | None = None
         self._entries: Sequence[Entry] = ()
         self._screened: Screened | None = None
-        self._left: tuple[float, float] | None = None
+        self._left: _Clipped | None = None
 
     # ---- called by the session -----------------------------------------------------------------------------------
 
     def begin(self) -> bool:
-        """A step is measured: whether it is audited. The same on all ranks."""
+        """A step is measured: whether it is audited. The same on all ranks. An exchange if the one before it was."""
+        self._follow_up()
         self.step += 1
         self.audited = self.step in FIRST_STEPS or self.step % self.config.every == 0
         return self.audited
@@ -125,39 +141,37 @@ class Audit:
         for comparison in self._comparisons:
             found += self._compare(comparison, tensors, words)
         found += self._held_by_optimizers()
-        self._publish(found)
+        self._publish(found, self.step)
 
     def clipped(self, expected: float, norm_type: float) -> None:
         """The session has clipped to ``expected``: to be measured again right before the optimizer steps."""
-        self._left = expected, norm_type
+        self._left = _Clipped(self.step, expected, norm_type)
 
     def before_step(self) -> None:
-        """An optimizer is about to step: are the gradients as the clip left them? One collective, in audited steps."""
+        """An optimizer is about to step. No collective: nobody knows whether the other ranks' optimizers step too."""
+        if self._left is not None and self._left.before_step is None:
+            self._left.before_step = self.session.own_norm(self._left.norm_type)
+
+    def _follow_up(self) -> None:
+        """What became of the last audited step: did all ranks take it, with the gradients that the clip had left?"""
         if self._left is None:
             return
-        (expected, norm_type), self._left = self._left, None
-        now = self.session.norm_now(norm_type)
+        left, self._left = self._left, None
+        ranks = self.session.topology.ranks
+        mine = left.before_step if self.session.entries else 0.0
+        answers = gather_objects((bool(self._optimizers()), mine), self.session.group)
+        stepped = [rank for rank, (_, norm) in zip(ranks, answers, strict=True) if norm]
+        still = [rank for rank, (steps, norm) in zip(ranks, answers, strict=True) if steps and norm is None]
+        if stepped and still:
+            self._publish([_left_out(ranks, still, left.step)], left.step)
+        norms = [norm for _, norm in answers if norm is not None]
+        if len(norms) < len(ranks) or not math.isfinite(left.norm):
+            return
+        now = _together(norms, left.norm_type)
         narrow = any(entry.source.dtype not in (torch.float32, torch.float64) for entry in self.session.entries)
         tolerance = _CLIPPED_NARROW if narrow else _CLIPPED
-        if not math.isfinite(expected) or abs(now - expected) <= tolerance * max(expected, 1e-30):
-            return
-        times = now / expected if expected else math.inf
-        self._publish(
-            [
-                Finding(
-                    Kind.CLIP,
-                    Severity.ERROR,
-                    ranks=self.session.topology.ranks,
-                    declared=f"norm {expected:.6g} after the clip",
-                    seen=f"norm {now:.6g} before the optimizer's step, {times:.4g} times that",
-                    evidence="measured again",
-                    consequence="somebody has changed the gradients after they were clipped: a second clip, another "
-                    "unscaling, or a reduction that came too late",
-                    remedy="take the framework's own clip out (its max_grad_norm), or clip after the last change",
-                    step=self.step,
-                )
-            ]
-        )
+        if not abs(now - left.norm) <= tolerance * max(left.norm, 1e-30):  # NaN too
+            self._publish([_changed(ranks, left, now)], left.step)
 
     # ---- comparisons ---------------------------------------------------------------------------------------------
 
@@ -371,9 +385,48 @@ class Audit:
             )
         return found
 
-    def _publish(self, found: Sequence[Finding]) -> None:
+    def _publish(self, found: Sequence[Finding], step: int) -> None:
         mine = sorted(found, key=lambda finding: -finding.severity)[:_MOST_FINDINGS]
-        self._report(merged(gather_objects(mine, self.session.group)), self.step)
+        self._report(merged(gather_objects(mine, self.session.group)), step)
+
+
+def _together(norms: Sequence[float], norm_type: float) -> float:
+    """The norm of all elements from the norms of disjoint parts."""
+    if math.isinf(norm_type):
+        return max(norms)
+    largest = max(norms)
+    return largest * sum((norm / largest) ** norm_type for norm in norms) ** (1 / norm_type) if largest else 0.0
+
+
+def _left_out(ranks: Sequence[int], still: Sequence[int], step: int) -> Finding:
+    return Finding(
+        Kind.STEPPED_ALONE,
+        Severity.ERROR,
+        ranks=tuple(still),
+        declared="all ranks step, or none",
+        seen=f"the optimizers of {len(ranks) - len(still)} of {len(ranks)} ranks have stepped",
+        evidence="the optimizers' step",
+        consequence="the ranks have decided each for itself, as after an overflow in one rank's own expert: replicas "
+        "of weights and of optimizer states differ from this step on",
+        remedy="decide on all ranks together: hand ep_hooks.attach the optimizers that the gradient scaler steps, or "
+        "set `nonfinite: {action: skip}` and take the loop's own test out; then load equal weights and states",
+        step=step,
+    )
+
+
+def _changed(ranks: Sequence[int], left: _Clipped, now: float) -> Finding:
+    return Finding(
+        Kind.CLIP,
+        Severity.ERROR,
+        ranks=tuple(ranks),
+        declared=f"norm {left.norm:.6g} after the clip",
+        seen=f"norm {now:.6g} before the optimizer's step, {now / left.norm if left.norm else math.inf:.4g} times that",
+        evidence="measured again",
+        consequence="somebody has changed the gradients after they were clipped: a second clip, another unscaling, or "
+        "a reduction that came too late",
+        remedy="take the framework's own clip out (its max_grad_norm), or clip after the last change",
+        step=left.step,
+    )
 
 
 _READINGS = {

@@ -48,6 +48,8 @@ class Kind(StrEnum):
     """The framework's own norm is not the true one, or not the same on all ranks."""
     CLIP = "clip"
     """The norm after clipping is not the one that was asked for."""
+    STEPPED_ALONE = "stepped-alone"
+    """The optimizers of some ranks have stepped, those of others have not."""
     DRIFT = "drift"
     """Replicas differ in the last bits only: nondeterministic kernels. No fault."""
     UNDETERMINED = "undetermined"

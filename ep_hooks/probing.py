@@ -1,9 +1,9 @@
 """The probe: what weight every rank's gradient has in every parameter's reduced gradient, measured exactly.
 
-A reduction is linear. So the adapter sends made-up gradients, of which each rank has ones at its own positions and
-zeros elsewhere, through the framework's own reduction; what comes out at a position is the weight of one rank. The
-weights must be those that the parameter's domain predicts. A norm cannot tell: mixed expert gradients have a norm that
-looks right. Needs no data, and does not wait for gradients to leave zero.
+A reduction is linear. So the adapter sends made-up gradients, of which each rank has ones (and minus ones) at its own
+positions and zeros elsewhere, through the framework's own reduction; what comes out at a position is the weight of one
+rank. The weights must be those that the parameter's domain predicts. A norm cannot tell: mixed expert gradients have a
+norm that looks right. Needs no data, and does not wait for gradients to leave zero.
 """
 
 from __future__ import annotations
@@ -89,18 +89,19 @@ def run_probe(session: Session, reduce: Callable[[], object] | None = None) -> P
     answers = gather_objects((portable(problem), smallest), session.group)
     raise_first(problem, [answer[0] for answer in answers], ranks)
     period = len(ranks)
-    rounds = 1 if min(answer[1] for answer in answers) >= period else min(period, _MOST_ROUNDS)
+    least = min(answer[1] for answer in answers)  # two rounds where elements are too few for both signs
+    rounds = 1 if least >= 2 * period else 2 if least >= period else min(period, _MOST_ROUNDS)
     seen = [_Seen(period) for _ in entries]
     for turn in range(rounds):
-        shift = turn * -(-period // rounds)
-        pattern = Pattern((ranks.index(session.rank) + shift) % period, period)
+        shift = turn * -(-period // rounds) if least < period else 0
+        pattern = Pattern(ranks.index(session.rank), period, shift, negated=turn % 2 == 1)
         with session.replaced_gradients(), session.adapter.replayed(pattern) as gradients:
             if reduce is not None:
                 reduce()
             reduced = _synced(session, gradients(entries))
             for part, what, value in zip(seen, plan, reduced, strict=True):
                 if value is not None:
-                    part.read(value, what.region, shift)
+                    part.read(value, what.region, pattern)
     local = session.config.probe.local_axes
     if reduce is not None:
         plan = [what if what.by else replace(what, by="the given function") for what in plan]
@@ -153,7 +154,7 @@ class _Seen:
         self.high = torch.full((period,), -torch.inf, dtype=torch.float64)
         self.resolution = 0.0
 
-    def read(self, value: Tensor, region: Region, shift: int) -> None:
+    def read(self, value: Tensor, region: Region, pattern: Pattern) -> None:
         window = max(_WINDOW, 4 * self.period)
         flat = (value.real if value.is_complex() else value).detach().reshape(-1)
         if flat.numel() > 2 * window and (first := region.flat_offset) is not None:
@@ -162,8 +163,8 @@ class _Seen:
             flat = torch.cat([flat[:window], flat[-window:]])
         else:
             positions = region.positions()
-        rank = (positions - shift) % self.period
-        numbers = flat.double().cpu()
+        rank, sign = pattern.owners(positions)
+        numbers = flat.double().cpu() * sign
         self.low.scatter_reduce_(0, rank, numbers, "amin")
         self.high.scatter_reduce_(0, rank, numbers, "amax")
         self.resolution = max(self.resolution, 4 * torch.finfo(value.dtype).eps)
@@ -315,9 +316,11 @@ def _finding(
         consequence = f"what rank(s) {_list(absent)} learn of it is lost"
         remedy = _remedy_absent(entry, what)
     else:
-        kind, concerned = Kind.WRONG_WEIGHT, tuple(wrong)
+        kind, concerned = Kind.WRONG_WEIGHT, tuple(wrong) or tuple(expected)
         ratios = {round(weight / expected[other], 6) for other, weight in wrong.items() if expected.get(other)}
         factor = f"{ratios.pop():g} times" if len(ratios) == 1 else "unevenly many times"
+        if not wrong:
+            factor = "by element different times (not summed: MAX or MIN?)"
         consequence = f"its gradient is {factor} what it should be, so norm, clip and update are wrong"
         remedy = (
             f"let {by} divide by {1 / max(expected.values()):g}, as a mean over the ranks that hold it, or declare the "

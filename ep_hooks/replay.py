@@ -55,19 +55,40 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Ones at this rank's positions: those that leave ``residue`` when divided by ``period``."""
+    """Ones, positive and negative in turn, at one rank's positions.
 
-    residue: int
+    The position belongs to the rank whose place among ``period`` ranks is ``(position - shift) % period``. Were all
+    ones positive, MAX would look like SUM: no two ranks have something at the same position.
+    """
+
+    place: int
     period: int
+    shift: int
+    negated: bool
 
     def fill(self, region: Region, like: Tensor) -> Tensor:
         """The made-up gradient of ``region``, in the dtype and on the device of ``like``."""
+        one, twice = self._sign, 2 * self.period
+        residue = self.place + self.shift
         if (first := region.flat_offset) is not None:
             filled = torch.zeros(region.shape, dtype=like.dtype, device=like.device)
-            filled.view(-1)[(self.residue - first) % self.period :: self.period] = 1
+            filled.view(-1)[(residue - first) % twice :: twice] = one
+            filled.view(-1)[(residue + self.period - first) % twice :: twice] = -one
             return filled
-        filled = (region.positions() % self.period == self.residue).view(region.shape)
+        residues = (region.positions() - residue) % twice
+        filled = (one * (residues == 0).to(torch.int8) - one * (residues == self.period).to(torch.int8)).view(
+            region.shape
+        )
         return filled.to(like.device, like.dtype)
+
+    def owners(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Whose the positions are (places among the ranks), and the sign of the ones there; shapes as given, int64."""
+        moved = positions - self.shift
+        return moved % self.period, self._sign * (1 - 2 * (moved // self.period % 2))
+
+    @property
+    def _sign(self) -> int:
+        return -1 if self.negated else 1
 
 
 @dataclass(frozen=True, slots=True)

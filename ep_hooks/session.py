@@ -445,10 +445,10 @@ class Session:
                 rest.append(piece)
         return tuple(rest), counted
 
-    def norm_now(self, norm_type: float) -> float:
-        """The norm of the gradients as they are, without pending reductions. One collective; waits for the device."""
+    def own_norm(self, norm_type: float) -> float:
+        """The norm of what this rank counts of the gradients as they are now. No collective; waits for the device."""
         views = local_views(self._slices, self.adapter.gradients(self.entries, Phase.READY))
-        packed = packed_norm(views, len(self.slots), norm_type, self.group, self.device)
+        packed = packed_norm(views, len(self.slots), norm_type, None, self.device, host_reads=True)
         return float(packed.verdict(self.slots, norm_type, torch.float64, torch.device("cpu")).norm)
 
     def clip(
