@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ep_hooks.domains import EvidenceKind
-from ep_hooks.errors import AgreementError, ConfigError
+from ep_hooks.errors import AgreementError, ConfigError, UnsupportedError
 from ep_hooks.plan import BucketItem
 from ep_hooks.table import Entry, ParameterTable
 from ep_hooks.topology import Topology
@@ -106,6 +106,28 @@ def raise_first(
         if found is not None:
             text, kind = found
             raise kind(f"rank {rank} failed: {text}")
+
+
+def check_all_reduce(group: ProcessGroup, dtype: torch.dtype, device: torch.device) -> None:
+    """See that ``torch.distributed.all_reduce``, which some frameworks replace, adds up what the norm will give it.
+
+    Collectives: one all-reduce of one element, one exchange.
+
+    Raises:
+        UnsupportedError: on some rank it does not; on all ranks together.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    one = torch.ones(1, dtype=dtype, device=device)
+    dist.all_reduce(one, dist.ReduceOp.SUM, group)
+    function = dist.all_reduce
+    problem: Exception | None = None
+    if (total := float(one)) != len(ranks):
+        name = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
+        problem = UnsupportedError(
+            f"torch.distributed.all_reduce (here {name}) of a {str(dtype).removeprefix('torch.')} one over "
+            f"{len(ranks)} ranks gives {total:g}: no norm can be had from it. Take out whatever has replaced it"
+        )
+    raise_first(problem, gather_objects(portable(problem), group), ranks)
 
 
 def agree(table: ParameterTable, report: Report, ranks: Sequence[int], group: ProcessGroup | None) -> Agreed:

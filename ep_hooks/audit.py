@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from ep_hooks.findings import Finding, Kind, Severity
 from ep_hooks.fingerprints import Screened, exact, screen
 from ep_hooks.norm import Verdict
 from ep_hooks.probing import merged
+from ep_hooks.recount import recount
 from ep_hooks.session import Session
 from ep_hooks.table import Entry
 
@@ -98,8 +99,8 @@ class Audit:
     ) -> None:
         self.session, self.config = session, config
         self._optimizers, self._cleared, self._report = optimizers, cleared, report
-        self.step = 0
-        self.audited = False
+        self.step = self._begun = 0
+        self.audited = self.loaded = False
         self._comparisons: list[_Comparison] | None = None
         self._entries: Sequence[Entry] = ()
         self._screened: Screened | None = None
@@ -107,20 +108,23 @@ class Audit:
 
     # ---- called by the session -----------------------------------------------------------------------------------
 
-    def begin(self) -> bool:
-        """A step is measured: whether it is audited. The same on all ranks. An exchange if the one before it was."""
+    def begin(self) -> None:
+        """A step is about to be measured. An exchange if the one before it was audited."""
         self._follow_up()
         self.step += 1
-        self.audited = self.step in FIRST_STEPS or self.step % self.config.every == 0
-        return self.audited
+        self.audited = self.step - self._begun in FIRST_STEPS or self.step % self.config.every == 0
+
+    def begin_anew(self) -> None:
+        """Some rank has loaded an optimizer's state: this step is audited as the first one is."""
+        self._begun, self.audited, self.loaded = self.step - 1, True, False
 
     def screen(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Fingerprint this step's gradients; returns their sums of squares, for the norm."""
         self._screened = screen(gradients)
         return self._screened.squares
 
-    def measured(self, gradients: Sequence[Tensor | None], verdict: Verdict) -> None:
-        """Compare. Collectives: one by set of ranks that compare, a broadcast by difference, one exchange."""
+    def measured(self, gradients: Sequence[Tensor | None], verdict: Verdict, norm_type: float | None) -> None:
+        """Compare. Collectives: one by set of ranks that compare, a broadcast by difference, three exchanges."""
         if bool(verdict.nonfinite):
             return  # NaN equals nothing; the policies deal with it
         session = self.session
@@ -141,6 +145,10 @@ class Audit:
         for comparison in self._comparisons:
             found += self._compare(comparison, tensors, words)
         found += self._held_by_optimizers()
+        if norm_type == 2.0:
+            differing = any(finding.kind in (Kind.NOT_REDUCED, Kind.DRIFT) for finding in found)
+            sure = session.complete and not differing
+            found += [replace(f, step=self.step) for f in recount(session, screened.squares, verdict, sure=sure)]
         self._publish(found, self.step)
 
     def clipped(self, expected: float, norm_type: float) -> None:
@@ -172,6 +180,29 @@ class Audit:
         tolerance = _CLIPPED_NARROW if narrow else _CLIPPED
         if not abs(now - left.norm) <= tolerance * max(left.norm, 1e-30):  # NaN too
             self._publish([_changed(ranks, left, now)], left.step)
+
+    def host_norm(self, smallest: float, largest: float, true: float) -> None:
+        """The framework clips by its own norm, which was measured: between these on all ranks. No collective."""
+        if max(abs(smallest - true), abs(largest - true)) <= CLOSE * true:
+            return
+        seen = f"norm {smallest:.6g}" if smallest == largest else f"norms {smallest:.6g} to {largest:.6g}"
+        coefficient = "another coefficient on every rank" if smallest != largest else "the wrong coefficient"
+        self._report(
+            [
+                Finding(
+                    Kind.HOST_NORM,
+                    Severity.ERROR,
+                    ranks=self.session.topology.ranks,
+                    declared=f"norm {true:.6g}",
+                    seen=f"the framework's {seen}",
+                    evidence="the framework's function, measured",
+                    consequence=f"the framework clips by {coefficient}",
+                    remedy="let ep_hooks clip: `mode: enforce` and `clip: {replace: auto}`",
+                    step=self.step,
+                )
+            ],
+            self.step,
+        )
 
     # ---- comparisons ---------------------------------------------------------------------------------------------
 

@@ -210,7 +210,9 @@ class AuditConfig(_Model):
     level: Annotated[Literal["off", "warn", "raise"], BeforeValidator(_off)] = Field(
         "off", description="what to do about a fault; off: nothing is compared"
     )
-    every: int = Field(1000, ge=1, description="audited are steps 1, 2, 10, 100 and every so many")
+    every: int = Field(
+        1000, ge=1, description="audited are steps 1, 2, 10, 100, counted anew after a resume, and every so many"
+    )
 
 
 def _axes(value: Any) -> Any:

@@ -50,6 +50,8 @@ class Kind(StrEnum):
     """The norm after clipping is not the one that was asked for."""
     STEPPED_ALONE = "stepped-alone"
     """The optimizers of some ranks have stepped, those of others have not."""
+    MISCOUNTED = "miscounted"
+    """The norm is not that of every element counted once."""
     DRIFT = "drift"
     """Replicas differ in the last bits only: nondeterministic kernels. No fault."""
     UNDETERMINED = "undetermined"

@@ -45,6 +45,7 @@ class OptimizerHooks:
         self._done = False
         self._found: dict[int, Tensor] = {}
         self._handles = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
+        self._handles += [optimizer.register_load_state_dict_post_hook(self._loaded) for optimizer in self.optimizers]
         self._skippers: list[tuple[Optimizer, Any, Any]] = []
         if "skip" in (session.config.nonfinite.action, session.config.threshold.action):
             for optimizer in self.optimizers:
@@ -97,6 +98,10 @@ class OptimizerHooks:
             self._round(optimizer)
         if self.session.auditor is not None:
             self.session.auditor.before_step()
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        if self.session.auditor is not None:
+            self.session.auditor.loaded = True
 
     def _needed(self) -> bool:
         """Whether a step in which the caller did not clip needs anything from us; the same on every rank."""

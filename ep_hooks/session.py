@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_hooks.adapter import Adapter, Phase
-from ep_hooks.agreement import Agreed, Report, agree, gather_objects, portable, raise_first
+from ep_hooks.agreement import Agreed, Report, agree, check_all_reduce, gather_objects, portable, raise_first
 from ep_hooks.assumptions import check_assumptions
 from ep_hooks.clip import check_max_norm, clip_coefficient, scale_gradients
 from ep_hooks.config import EPHooksConfig
 from ep_hooks.declarations import declaration_of
 from ep_hooks.domains import Placement
 from ep_hooks.errors import AgreementError, AlreadyReducedError, DomainError, TopologyError, UnfinishedGradientError
-from ep_hooks.groups import ProcessGroups, distributed_rank, is_distributed
+from ep_hooks.groups import ProcessGroups, distributed_rank, is_distributed, packed_dtype
 from ep_hooks.host_copy import HostCopy
 from ep_hooks.modes import Mode
 from ep_hooks.names import shorten
@@ -47,6 +47,8 @@ AD_HOC_SLOTS = ("total",)
 """Layout of the packed result of a call without ``attach``: one slot, whatever the domains."""
 
 _BYTES_PER_ELEMENT = 4
+_MOST_TALKS = 8
+"""In one step; a rank has at most a few things to tell."""
 Arguments = tuple[tuple[str, float], ...]
 """What a call was given, by name."""
 
@@ -61,6 +63,7 @@ class Answer:
         partials: pending reductions that gradients show and the plan does not know.
         changed: this rank's parameters are not the ones that were agreed on.
         arguments: (name, value) of what the call was given and all ranks must be given alike; empty if not asked.
+        loaded: this rank has loaded an optimizer's state, so that the audit is to begin anew.
     """
 
     error: tuple[str, type[Exception]] | None = None
@@ -68,22 +71,28 @@ class Answer:
     partials: dict[str, dict[str, Placement]] = field(default_factory=dict)
     changed: bool = False
     arguments: Arguments = ()
+    loaded: bool = False
 
 
 class Auditor(Protocol):
     """What a session tells of its steps to somebody who audits them; called on all ranks alike."""
 
     audited: bool
-    """Whether the current step is audited."""
+    """Whether the current step is audited; the same on all ranks."""
+    loaded: bool
+    """Whether this rank, and perhaps no other, has loaded an optimizer's state since the audit began."""
 
-    def begin(self) -> bool:
-        """A step is about to be measured: whether it is audited. The same on all ranks."""
+    def begin_anew(self) -> None:
+        """Some rank has loaded an optimizer's state: this step is audited as the first one is."""
+
+    def begin(self) -> None:
+        """A step is about to be measured."""
 
     def screen(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """The gradients after the pending reductions; returns the sum of squares of each, float64."""
 
-    def measured(self, gradients: Sequence[Tensor | None], verdict: Verdict) -> None:
-        """The step was measured."""
+    def measured(self, gradients: Sequence[Tensor | None], verdict: Verdict, norm_type: float | None) -> None:
+        """The step was measured; ``norm_type`` is ``None`` if not all gradients were."""
 
     def clipped(self, expected: float, norm_type: float) -> None:
         """The gradients were scaled to this norm."""
@@ -102,6 +111,7 @@ class _Told:
     partials: dict[str, dict[str, Placement]]
     changed: bool
     arguments: Arguments
+    loaded: bool
     suspects: list[tuple[Key, str, Tensor]]
 
 
@@ -188,6 +198,8 @@ class Session:
         report = Report.of(table, topology, self._facts(), [rule.match for rule in rules])
         self.agreed: Agreed = agree(table, report, topology.ranks, self.group)
         self._plan()
+        if self.group is not None and first:
+            check_all_reduce(self.group, packed_dtype(self.group, self.device), self.device)
         if first and self.mode in (Mode.REPAIR, Mode.ENFORCE) and self.config.sync.broadcast and self._buckets:
             weights = dict(zip(map(_key, self._pending), self.adapter.weights(self._pending), strict=True))
             with torch.no_grad():
@@ -266,6 +278,20 @@ class Session:
         return mine[0] if mine else (0, 0)
 
     @property
+    def slices(self) -> Sequence[Slice]:
+        """What this rank counts, from the start of each ready gradient."""
+        return self._slices
+
+    def slot_of(self, index: int) -> int:
+        """Index of the entry's domain in :attr:`slots`."""
+        return self._items[index].slot
+
+    @property
+    def complete(self) -> bool:
+        """Whether no replica lacked a gradient in the last step that this rank has one of."""
+        return not self._absent
+
+    @property
     def buckets(self) -> Sequence[Bucket]:
         """This rank's schedule of pending reductions."""
         return self._buckets
@@ -340,18 +366,23 @@ class Session:
             told, self._told = self._told, None
             if told.requests.read() > 0:
                 self._settle(told)
-        audits = self.auditor is not None and self.auditor.begin()
-        while True:
+        if self.auditor is not None:
+            self.auditor.begin()
+        verdict = None
+        for _ in range(_MOST_TALKS):
+            audits = self.auditor is not None and self.auditor.audited
             verdict = self._measure_once(norm_type, only, arguments, problem, audits)
             if verdict is not None:
-                self.last = verdict
                 break
+        if verdict is None:  # as all_reduce reduces no more, say; without this, for ever
+            raise AgreementError("ranks ask each other to stop, and none of them says why: nothing can be measured")
+        self.last = verdict
         if self.on_first_step is not None:
             call, self.on_first_step = self.on_first_step, None
             call()
         if self.auditor is not None and self._audited is not None:
             gradients, self._audited = self._audited, None
-            self.auditor.measured(gradients, verdict)
+            self.auditor.measured(gradients, verdict, norm_type if only is None else None)
         return verdict
 
     def _measure_once(
@@ -390,6 +421,7 @@ class Session:
                 lo, hi = self.interval(self.entries[index])
                 gradients[index] = value if hi - lo == value.numel() else value.reshape(-1)[lo:hi]
         missing = self._missing(gradients)
+        loaded = self.auditor is not None and self.auditor.loaded
         selected = self._selected(gradients, only)
         slices, counted = self._slices, None
         if audits and self.auditor is not None and not idle:
@@ -409,13 +441,13 @@ class Session:
             self.group,
             self.device,
             found_inf=self.found_inf,
-            requests=self._requests(idle or changed or missing != self._absent),
+            requests=self._requests(idle or changed or loaded or missing != self._absent),
             said=said,
             host_reads=self.host_decides,
             counted=counted,
         )
         problem = problem or packed.error
-        told = _Told(HostCopy(packed.requests), problem, missing, partials, changed, arguments, self._suspects)
+        told = _Told(HostCopy(packed.requests), problem, missing, partials, changed, arguments, loaded, self._suspects)
         if not decides:
             self._told = told
         elif self._must_talk(packed.requests):
@@ -621,7 +653,8 @@ class Session:
         if error is None and (found := self._suspicion(told.suspects)):
             error = AlreadyReducedError(found)
         missing = {self.entries[i].id: self.entries[i].domain.replicas for i in told.missing}
-        replanned = self._talk(Answer(portable(error), missing, told.partials, told.changed, told.arguments), error)
+        answer = Answer(portable(error), missing, told.partials, told.changed, told.arguments, told.loaded)
+        replanned = self._talk(answer, error)
         self._absent = frozenset() if replanned else told.missing
 
     def _talk(self, mine: Answer, error: Exception | None = None) -> bool:
@@ -633,6 +666,8 @@ class Session:
         answers: list[Answer] = gather_objects(mine, self.group)
         raise_first(error, [answer.error for answer in answers], self.topology.ranks)
         self._compare_arguments([answer.arguments for answer in answers])
+        if self.auditor is not None and any(answer.loaded for answer in answers):
+            self.auditor.begin_anew()
         if any(answer.changed for answer in answers) or any(answer.partials for answer in answers):
             for answer in answers:
                 self._seen_partials.update(answer.partials)

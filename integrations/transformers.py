@@ -236,6 +236,8 @@ def _measure(trainer: Trainer, max_norm: float, host: Callable[[], Any]) -> Any:
             norm = host()
             handle.host_clipped()
             _remember(trainer, verdict, stock, max_norm)
+            if stock is not None and handle.audit is not None and handle.audit.audited:
+                handle.audit.host_norm(stock.smallest, stock.largest, float(verdict.norm))
             if not enforce:
                 log_difference(plain_norm(norm), verdict, max_norm)
             return norm

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ep_hooks
 from ep_hooks.findings import Finding, Kind, Severity, read_records
@@ -99,6 +100,27 @@ def test_between_audited_steps_nothing_is_exchanged() -> None:
     for counts in run_ranks(_collectives, 2, timeout=60):
         assert counts[3] == 1 and counts[6] == 1
         assert min(counts[step - 1] for step in (1, 2, 5)) > max(counts[2], counts[5]) > 1, "what became of the step"
+
+
+def _audited() -> list[int]:
+    run = Run("nothing")
+    optimizer = run.optimizers[0]
+    seen = []
+    with ep_hooks.attach(run.model, optimizer, config={**run.config, "audit": {"level": "warn"}}) as handle:
+        for step in range(1, 8):
+            run.model.zero_grad()
+            run.model(torch.randn(5, 6)).backward()
+            if step == 5 and dist.get_rank() == 1:  # not even all of them have to
+                optimizer.load_state_dict(optimizer.state_dict())
+            handle.clip(0.5)
+            optimizer.step()
+            assert handle.audit is not None
+            seen += [step] if handle.audit.audited else []
+    return seen
+
+
+def test_audited_again_after_an_optimizer_has_loaded_its_state() -> None:
+    assert run_ranks(_audited, 2, timeout=60) == [[1, 2, 5, 6]] * 2
 
 
 def _recorded(path: str) -> list[str]:

@@ -73,6 +73,13 @@ FAULTS = [
     *_faults("ddp", (Kind.CLIP,), **{"clipped twice": RUN, "clip taken back": RUN, "coefficient per rank": RUN}),
     *_faults("ddp", (Kind.CLIP,), **{"reduced after the clip": RUN}),
     *_faults("hsdp", (Kind.CLIP,), **{"clipped twice": RUN, "coefficient per rank": RUN}),
+    # Who counts what
+    *_faults(
+        "ddp", (Kind.MISCOUNTED,), **{"plan gap": TRUNK, "two owners": TRUNK, "counted as if tied": ("tower.weight",)}
+    ),
+    *_faults("ddp", (Kind.MISCOUNTED,), **{"gap on one rank": ("branch.weight",), "cut off by one": ("tower.weight",)}),
+    *_faults("hsdp", (Kind.MISCOUNTED,), **{"plan gap": TRUNK, "two owners": TRUNK}),
+    *_faults("ddp", (Kind.MISCOUNTED, Kind.CLIP), **{"all_reduce takes the mean": RUN}),
     # Operator, divisor, group
     *_faults("ddp", (Kind.WRONG_WEIGHT,), **{"sum": DENSE, "reduced twice": DENSE, "divided twice": DENSE}),
     *_faults("ddp", (Kind.WRONG_WEIGHT,), **{"wrong divisor": DENSE, "operator max": DENSE, "weights per rank": DENSE}),

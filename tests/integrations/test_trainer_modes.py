@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ep_hooks.findings import Kind
 from tests.distributed.test_stock_trainer import _arguments, _reset_accelerate
 from tests.integrations.test_trainer import CONFIG, _make, _train
 from tests.support.ranks import run_ranks
@@ -98,6 +99,7 @@ def _native(folder: str, distributed: dict[str, int], config: Any, scaled: bool 
         seen["left"] = trainer in transformers._left
         seen["ratios"] = [entry.get("ep_hooks/host_ratio") for entry in trainer.state.log_history[:3]]
         for callback in callbacks:
+            seen["findings"] = [(finding.kind, finding.step) for finding in callback.handle.findings]
             seen["domains"] = sorted({entry.domain.name for entry in callback.handle.session.entries})
             callback.remove()
     _reset_accelerate()
@@ -121,12 +123,14 @@ def test_fp16_on_several_meshes_is_unscaled(tmp_path: Path) -> None:
     runs = functools.partial(run_ranks, _native, 2, str(tmp_path / "model"), {"fsdp_size": 2, "ep_size": 2})
     for seen in runs(None, True, timeout=100):
         assert seen["ratio"] == pytest.approx([SCALE] * 3, rel=1e-5), "so that the true norm after the clip is 1 / 1024"
-    for seen in runs({}, True, timeout=100):
+    for seen in runs({"audit": {"level": "warn"}}, True, timeout=100):
+        assert seen["findings"] == [], "the host's norm has been replaced"
         assert seen["ratio"] == pytest.approx([1.0] * 3, abs=1e-6)
         assert seen["clipped"] == pytest.approx([1.0] * 3, rel=1e-5)
         assert seen["ratios"] == pytest.approx([SCALE] * 3, rel=1e-5)
         assert not seen["left"]
-    for seen in runs({"mode": "observe"}, True, timeout=100):
+    for seen in runs({"mode": "observe", "audit": {"level": "warn"}}, True, timeout=100):
+        assert seen["findings"] == [(Kind.HOST_NORM, 1)]
         assert seen["ratio"] == pytest.approx([SCALE] * 3, rel=1e-5)
         assert seen["ratios"] == pytest.approx([SCALE] * 3, rel=1e-5)
 

@@ -8,7 +8,10 @@ code in. A remedy that names the wrong parameter or the wrong thing to do leaves
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ep_hooks
 from ep_hooks.findings import Finding, Kind, Severity
+from ep_hooks.plan import Slice
 
 __all__ = ["FsdpRun", "HsdpRun", "Run", "dense_names", "expert_names"]
 
@@ -76,6 +80,17 @@ class Net(nn.Module):
         mixed = (self.layer("trunk")(x) * self.layer("twin")(x)).tanh()
         loss: Tensor = self.layer("branch")(self.layer("tower")(mixed)).square().sum()
         return loss
+
+
+_all_reduce = dist.all_reduce
+
+
+def _mean_of_float64(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What a framework may put in the place of ``torch.distributed.all_reduce``."""
+    work = _all_reduce(tensor, *args, **kwargs)
+    if tensor.dtype is torch.float64:
+        tensor /= dist.get_world_size()
+    return work
 
 
 def _local(tensor: Tensor | None) -> Tensor:
@@ -201,14 +216,21 @@ class Run:
         """Findings of the probe, where it is run, and of the steps; the third tells what became of the second."""
         before: dict[str, Tensor] = {}
         probed = self.fault in self.probed
-        with ep_hooks.attach(
-            self.model,
-            self.optimizers,
-            mesh=self.meshes,
-            config={**self.config, **config},
-            mode="observe" if probed else "enforce",  # what can be repaired is to be measured
-        ) as handle:
+        with (
+            ExitStack() as stack,
+            ep_hooks.attach(
+                self.model,
+                self.optimizers,
+                mesh=self.meshes,
+                config={**self.config, **config},
+                mode="observe" if probed else "enforce",  # what can be repaired is to be measured
+            ) as handle,
+        ):
             self._reload()
+            if Kind.MISCOUNTED not in self.mends:
+                self.after_attach(handle.session)
+                if self.fault == "all_reduce takes the mean":
+                    stack.enter_context(mock.patch.object(dist, "all_reduce", _mean_of_float64))
             if probed:
                 handle.probe(self.in_the_loop if self.fault == "experts by hand" else None)
             for step in range(3):
@@ -228,6 +250,26 @@ class Run:
 
     def in_the_loop(self) -> None:
         """What the training loop itself reduces."""
+
+    def after_attach(self, session: Any) -> None:
+        """Faults in the plan of the norm."""
+        mine = {session.entries[piece.index].id: piece for piece in session.slices}
+        trunk, tower, branch = (f"{self.net.names[role]}.weight" for role in ("trunk", "tower", "branch"))
+        if self.fault == "plan gap":  # whoever counts it
+            session._slices = tuple(piece for piece in session.slices if piece is not mine.get(trunk))
+        if self.fault == "gap on one rank" and self.rank == self.world - 1:
+            session._slices = tuple(piece for piece in session.slices if piece is not mine.get(branch))
+        if self.fault == "cut off by one":
+            session._slices = tuple(
+                replace(piece, lo=piece.lo + 1) if piece is mine.get(tower) else piece for piece in session.slices
+            )
+        if self.fault == "two owners":
+            index = next(i for i, entry in enumerate(session.entries) if entry.id == trunk)
+            lo, hi = session.interval(session.entries[index])
+            others = [piece for piece in session.slices if piece.index != index]
+            session._slices = (*others, Slice(index, lo, hi, session.slot_of(index)))
+        if self.fault == "counted as if tied":
+            session._slices = (*session.slices, *(piece for piece in [mine.get(tower)] if piece))
 
     def _skips(self, step: int) -> bool:
         """Whether this rank leaves out the optimizer's step, by its own decision."""
