@@ -18,14 +18,22 @@ from ep_hooks.groups import ProcessGroups
 from ep_hooks.names import shorten
 from ep_hooks.table import Entry
 
-__all__ = ["check_assumptions", "holding_the_same"]
+__all__ = ["TOLERANCE", "check_assumptions", "holding_the_same", "tolerance"]
 
 logger = logging.getLogger("ep_hooks")
 
 TOLERANCE = 1e-3
-"""Relative difference up to which replicas count as equal: nondeterministic kernels differ in the last bits."""
+"""Relative difference up to which norms and replicas count as equal."""
 
 _MOST = 16
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Largest difference over largest element up to which replicas of this dtype count as equal.
+
+    Nondeterministic kernels differ in the last bits, of which 16-bit numbers have few.
+    """
+    return max(TOLERANCE, 2 * torch.finfo(dtype).eps)
 
 
 def check_assumptions(
@@ -41,7 +49,7 @@ def check_assumptions(
     Collectives: one exchange of fingerprints; for the first parameters that differ a broadcast each and one exchange.
 
     Raises:
-        UndeclaredParameterError: some differ by more than TOLERANCE; on all ranks, naming them.
+        UndeclaredParameterError: some differ by more than :func:`tolerance`; on all ranks, naming them.
     """
     assumed = {
         (entry.id, holding_the_same(entry, rank)): gradient
@@ -62,19 +70,20 @@ def check_assumptions(
         elif gradient is not None:
             first = gradient.detach().clone(memory_format=torch.contiguous_format)
             dist.broadcast(first, replicas[0], process_groups.get(replicas))
-            worst[name] = float((gradient - first).abs().max() / first.abs().max().clamp(min=1e-30))
+            difference = float((gradient - first).abs().max() / first.abs().max().clamp(min=1e-30))
+            if not difference <= tolerance(gradient.dtype):
+                worst[name] = difference
     everyone: dict[str, float] = {}
     for other in gather_objects(worst, group):
         for name, value in other.items():
             everyone[name] = max(value, everyone.get(name, 0.0))
-    wrong = {name: value for name, value in everyone.items() if not value <= TOLERANCE}
-    if not wrong:
-        logger.info("ep_hooks: assumed replicas differ in the last bits only: %s", shorten(everyone))
+    if not everyone:
+        logger.info("ep_hooks: assumed replicas differ in the last bits only: %s", shorten(k[0] for k in differing))
         return
     more = f" (and up to {len(differing) - _MOST} more)" if len(differing) > _MOST else ""
     raise UndeclaredParameterError(
         "parameters were assumed to be replicated, but their gradients differ between ranks: "
-        + shorten(f"{name} (relative difference {value:.2g})" for name, value in wrong.items())
+        + shorten(f"{name} (relative difference {value:.2g})" for name, value in everyone.items())
         + more
         + ". Declare their domain (config `domains`, or ep_hooks.declare), or reduce their gradients first."
     )

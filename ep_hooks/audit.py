@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_hooks.agreement import gather_objects
-from ep_hooks.assumptions import holding_the_same
+from ep_hooks.assumptions import TOLERANCE, holding_the_same, tolerance
 from ep_hooks.config import AuditConfig
 from ep_hooks.domains import PlacementKind
 from ep_hooks.findings import Finding, Kind, Severity
@@ -39,14 +39,15 @@ from ep_hooks.table import Entry
 __all__ = ["Audit"]
 
 FIRST_STEPS = (1, 2, 10, 100)
-CLOSE = 1e-3
-"""Relative difference up to which gradients of replicas count as close."""
 _CLIPPED, _CLIPPED_NARROW = 1e-5, 5e-3
 """Relative difference between the norm after the clip and before the step; with 16-bit gradients."""
 _MOST_FETCHED = 16
 """Tensors by comparison that are fetched to measure how different they are."""
 _MOST_FINDINGS = 32
 _NOTHING = 2**63 - 1
+_KINDS = ("gradients", "weights", "states")
+_Key = tuple[tuple[int, ...], str, tuple[int, ...]]
+"""Ranks, axis and kinds of a comparison."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,13 @@ class _Comparison:
     Attributes:
         ranks: who compares.
         axis: the axis along which the entries are declared distinct; empty: they are replicas.
+        kinds: what is compared, see :data:`_KINDS`.
         indices: of the session's entries.
     """
 
     ranks: tuple[int, ...]
     axis: str
+    kinds: tuple[int, ...]
     indices: tuple[int, ...]
 
 
@@ -183,7 +186,7 @@ class Audit:
 
     def host_norm(self, smallest: float, largest: float, true: float) -> None:
         """The framework clips by its own norm, which was measured: between these on all ranks. No collective."""
-        if max(abs(smallest - true), abs(largest - true)) <= CLOSE * true:
+        if max(abs(smallest - true), abs(largest - true)) <= TOLERANCE * true:
             return
         seen = f"norm {smallest:.6g}" if smallest == largest else f"norms {smallest:.6g} to {largest:.6g}"
         coefficient = "another coefficient on every rank" if smallest != largest else "the wrong coefficient"
@@ -209,15 +212,15 @@ class Audit:
     def _plan(self) -> list[_Comparison]:
         """Agree on who compares what. One exchange over the rank set."""
         session = self.session
-        mine: dict[tuple[tuple[int, ...], str], dict[str, int]] = {}
+        mine: dict[_Key, dict[str, int]] = {}
         for index, entry in enumerate(session.entries):
             for key in self._partners(entry):
                 mine.setdefault(key, {})[entry.id] = index
-        offered = {key: {name: self._size(index) for name, index in names.items()} for key, names in mine.items()}
+        offered = {key: {name: self._size(index, key) for name, index in names.items()} for key, names in mine.items()}
         everyone = dict(zip(session.topology.ranks, gather_objects(offered, session.group), strict=True))
         comparisons = []
         for key in sorted(mine):
-            ranks, axis = key
+            ranks, axis, kinds = key
             common = [
                 name
                 for name in sorted(mine[key])
@@ -225,29 +228,34 @@ class Audit:
             ]
             if common:
                 session.process_groups.get(ranks)
-                comparisons.append(_Comparison(ranks, axis, tuple(mine[key][name] for name in common)))
+                comparisons.append(_Comparison(ranks, axis, kinds, tuple(mine[key][name] for name in common)))
         return comparisons
 
-    def _partners(self, entry: Entry) -> Iterable[tuple[tuple[int, ...], str]]:
-        alike = holding_the_same(entry, self.session.rank)
-        if len(alike) > 1:
-            yield alike, ""
+    def _partners(self, entry: Entry) -> Iterable[_Key]:
+        alike, replicas = holding_the_same(entry, self.session.rank), entry.domain.replicas
+        if alike == replicas and len(replicas) > 1:
+            yield replicas, "", (0, 1, 2)
+        elif len(replicas) > 1:  # intervals of gradients and states, but all of the weight
+            yield replicas, "", (1,)
+            if len(alike) > 1:
+                yield alike, "", (0, 2)
         for axis, placement in entry.domain.placements:
             if placement.kind is PlacementKind.SHARD and axis.name not in entry.source.placed:
                 group = tuple(sorted(axis.group_of(self.session.rank)))
                 if len(group) > 1:
-                    yield group, axis.name
+                    yield group, axis.name, (0, 1)
 
-    def _size(self, index: int) -> int:
+    def _size(self, index: int, key: _Key) -> int:
         lo, hi = self.session.interval(self.session.entries[index])
-        return hi - lo
+        return hi - lo if 0 in key[2] else self.session.entries[index].source.numel
 
     def _compare(
-        self, comparison: _Comparison, tensors: Mapping[str, Sequence[Sequence[Tensor]]], words: Tensor
+        self, comparison: _Comparison, everything: Mapping[str, Sequence[Sequence[Tensor]]], words: Tensor
     ) -> list[Finding]:
         """Screen, hash what the screen finds different, and judge. ``words``: [what is compared, entry]."""
         indices = torch.tensor(comparison.indices)
-        mine = words[:, indices]
+        mine = words[list(comparison.kinds)][:, indices]
+        tensors = {_KINDS[kind]: everything[_KINDS[kind]] for kind in comparison.kinds}
         present = torch.tensor([[bool(held[i]) for i in comparison.indices] for held in tensors.values()])
         low, high = self._extremes(comparison, mine, present)
         if not comparison.axis and (unequal := (low != high).nonzero().tolist()):
@@ -309,7 +317,7 @@ class Audit:
                 if distance == 0:
                     continue
                 axis = self._axis(entry, comparison.ranks)
-                close = distance <= CLOSE and (what == "gradients" or axis in local)
+                close = distance <= tolerance(entry.source.dtype) and (what == "gradients" or axis in local)
                 kind, consequence, remedy = _READINGS[what]
                 found.append(
                     self._finding(

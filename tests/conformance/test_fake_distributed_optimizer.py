@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ep_hooks.config import load_config
+from ep_hooks.audit import Audit
+from ep_hooks.config import AuditConfig, load_config
 from ep_hooks.domains import EvidenceKind
 from ep_hooks.errors import AlreadyReducedError, DomainError, UnfinishedGradientError
+from ep_hooks.findings import Finding, Severity
 from ep_hooks.modes import Mode
 from ep_hooks.plan import Holding
 from ep_hooks.session import Session
@@ -374,3 +376,40 @@ def test_assumed_replicas_are_compared_where_they_hold_the_same_elements() -> No
     for outcome in run_ranks(_assumed, 4, True, catch=True):
         assert outcome.raised("UndeclaredParameterError"), outcome
         assert "shared_a" in outcome.error_text
+
+
+def _audited(ep: int, fault: str) -> list[tuple[str, str]]:
+    """Findings above info of two steps; a fault in the second one."""
+    run = Run(ep)
+    found: list[Finding] = []
+    config = AuditConfig(level="warn")
+    run.session.auditor = Audit(run.session, config, list, lambda: (False, frozenset()), lambda f, _: found.extend(f))
+    for step in range(2):
+        run.ready(step)
+        main = run.framework.buffers["expert"].main
+        if step and fault == "weights drift" and dist.get_rank() == 0:
+            next(p for name, p in run.model.named_parameters() if name in DENSE).data.add_(1)
+        if step and fault == "a slice is lost":
+            mine = [i for i, piece in enumerate(run.session.slices) if run.session.entries[piece.index].id in main]
+            if mine:
+                run.session._slices = tuple(s for i, s in enumerate(run.session.slices) if i != mine[0])
+        run.session.clip(3.0)
+        run.framework.step()
+    run.session.close()
+    return [(finding.kind.value, finding.id) for finding in found if finding.severity > Severity.INFO]
+
+
+@pytest.mark.parametrize(("world", "ep"), LAYOUTS)
+def test_the_audit_finds_nothing_in_interval_shards(world: int, ep: int) -> None:
+    for findings in run_ranks(_audited, world, ep, "nothing"):
+        assert findings == []
+
+
+@pytest.mark.parametrize(("world", "ep"), [(2, 2), (4, 2)])
+def test_the_audit_sees_faults_of_interval_shards(world: int, ep: int) -> None:
+    ranks = run_ranks(_audited, world, ep, "weights drift")
+    assert all(findings == ranks[0] for findings in ranks)
+    assert ranks[0] == [("replicas-differ", next(iter(DENSE)))]
+    ranks = run_ranks(_audited, world, ep, "a slice is lost")
+    assert all(findings == ranks[0] for findings in ranks)
+    assert {kind for kind, _ in ranks[0]} == {"miscounted"} and all("expert" in name for _, name in ranks[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-FLAGS = ("same batches", "experts alike", "idle experts", "minus zeros", "accumulation", "noise on tp")
+FLAGS = ("same batches", "experts alike", "idle experts", "minus zeros", "accumulation", "noise on tp", "bf16")
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,6 +52,8 @@ class SetUp:
             flag for flag in FLAGS
             if rng.random() < 0.4
         }  # fmt: skip
+        if "bf16" in self.flags:
+            self.options = replace(self.options, dtype=torch.bfloat16)
         self.optimizer = rng.choice(("sgd", "adamw"))
         self.limit = rng.choice((0.01, 1e9))
 
@@ -92,7 +95,7 @@ class SetUp:
             if "minus zeros" in self.flags and rank % 2:
                 gradient[gradient == 0] = -0.0
             if "noise on tp" in self.flags and self.name == "tp_ep" and rank % 2 and "norm" in name:
-                gradient.mul_(1 + 1e-6)
+                gradient.mul_(1 + (1e-6 if gradient.dtype is torch.float32 else 2**-7))
 
 
 def _all(world: int) -> list[str]:
