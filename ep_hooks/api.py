@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +30,7 @@ from ep_hooks.errors import ConfigError, MeasuredFaultError, UnsupportedError
 from ep_hooks.findings import Finding, Severity, worst_first
 from ep_hooks.groups import distributed_rank, is_distributed
 from ep_hooks.hosts import mode_on_host
-from ep_hooks.modes import Mode, resolve_mode
+from ep_hooks.modes import PROBE_ONLY, Mode, resolve_mode
 from ep_hooks.norm import Verdict
 from ep_hooks.optimizer_hooks import OptimizerHooks, unwrap_optimizer
 from ep_hooks.probing import ProbeResult, run_probe
@@ -137,6 +138,18 @@ class Handle:
         except UnsupportedError as error:  # on all ranks
             if distributed_rank() == self._live().topology.ranks[0]:
                 report.say(f"not probed: {error}")
+
+    def _probe_and_exit(self) -> None:
+        """End the run on all ranks; status 1 if a fault was found, or nothing could be measured."""
+        try:
+            result = run_probe(self._live())
+        except UnsupportedError as error:
+            raise SystemExit(f"ep_hooks: not probed: {error}") from None
+        report.announce_probe(self._live(), result, rows=True)
+        if self.recorder is not None:
+            self.recorder.probed(result)
+            self.recorder.found(result.findings)
+        raise SystemExit(int(any(finding.severity > Severity.INFO for finding in result.findings)))
 
     def host_clipped(self) -> None:
         """The host has scaled the gradients that :meth:`measure` saw: sums that were made are not made again."""
@@ -269,7 +282,9 @@ def attach_adapter(
     handle = Handle(session, config, _hook(session, optimizers))
     if config.record is not None:
         handle.recorder = Recorder(config.record, session)
-    if config.probe.at_first_step and config.probe.level != "off" and len(session.topology.ranks) > 1:
+    if os.environ.get(PROBE_ONLY) == "1":
+        session.on_first_step = handle._probe_and_exit
+    elif config.probe.at_first_step and config.probe.level != "off" and len(session.topology.ranks) > 1:
         session.on_first_step = handle._probe_once
     if config.audit.level != "off" and len(session.topology.ranks) > 1:
         session.auditor = handle.audit = Audit(

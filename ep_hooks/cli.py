@@ -119,6 +119,28 @@ def check(config: Annotated[Path, typer.Argument(help="Configuration, YAML or JS
     print(f"{config}: OK", file=sys.stderr)
 
 
+@app.command(
+    epilog=_EPILOG,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def probe(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(help="Training script; its own arguments follow.")],
+    config: Annotated[Path | None, typer.Option(help="Configuration, YAML or JSON.")] = None,
+    nproc_per_node: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 2,
+) -> None:
+    """Run a training script up to its first step, and measure whose gradients each reduced gradient is made of.
+
+    The same as `torchrun --nproc-per-node N -m ep_hooks --probe SCRIPT`, which also serves several machines. Exit
+    status 1 if a reduction is wrong or nothing could be measured.
+    """
+    import subprocess
+
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc_per_node)]
+    command += ["-m", "ep_hooks", "--probe", *(["--config", str(config)] if config is not None else [])]
+    raise typer.Exit(subprocess.call([*command, str(script), *context.args]))
+
+
 @app.command(epilog=_EPILOG)
 def report(
     records: Annotated[

@@ -22,9 +22,9 @@ from types import CodeType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from ep_hooks import import_hooks, registry
-from ep_hooks.errors import AdapterError, EPHooksError
+from ep_hooks.errors import AdapterError, ConfigError, EPHooksError
 from ep_hooks.import_hooks import ImportHook, when_imported
-from ep_hooks.modes import Mode, resolve_mode
+from ep_hooks.modes import PROBE_ONLY, Mode, resolve_mode
 from ep_hooks.version import __version__
 
 if TYPE_CHECKING:
@@ -33,13 +33,15 @@ if TYPE_CHECKING:
 __all__ = ["install_on_import", "main"]
 
 _USAGE = """\
-usage: python -m ep_hooks [--config FILE] (SCRIPT | -m MODULE) [ARG ...]
+usage: python -m ep_hooks [--config FILE] [--probe] (SCRIPT | -m MODULE) [ARG ...]
 
 Runs SCRIPT or MODULE as python would, with the ep_hooks adapter of each training framework installed when it is
 imported. Also as `torchrun ... -m ep_hooks ...`, `accelerate launch -m ep_hooks ...` and
 `deepspeed --module ep_hooks ...`.
 
   --config FILE   configuration (YAML or JSON); see `ep-hooks check FILE`
+  --probe         in the first step, measure whose gradients each gradient is made of, show the table and end the run:
+                  status 0 if all is right, 1 if not or if nothing was measured
   --version       show the version
   -h, --help      show this text
 
@@ -56,6 +58,7 @@ class _Command:
     arguments: tuple[str, ...]
     is_module: bool = False
     config: str | None = None
+    probe: bool = False
 
 
 def main() -> None:
@@ -69,12 +72,23 @@ def main() -> None:
             config = load_config(command.config)
             if config.resolved_mode() is not Mode.OFF:
                 install_on_import(config)
+            elif command.probe:
+                raise ConfigError("--probe, but the configuration says mode off")
+        elif command.probe:
+            raise ConfigError("--probe, but EP_HOOKS says off")
     except EPHooksError as error:
         raise _misuse(str(error)) from None
+    if command.probe:
+        os.environ[PROBE_ONLY] = "1"
     if command.is_module:
         _run_module(command.target, command.arguments)
     else:
         _run_script(command.target, command.arguments)
+    if command.probe:  # a probe ends the run
+        print(
+            "ep_hooks: the script has ended without a step that ep_hooks measures: nothing was probed", file=sys.stderr
+        )
+        sys.exit(1)
 
 
 def install_on_import(config: EPHooksConfig) -> list[ImportHook]:
@@ -130,6 +144,7 @@ class _Installer:
 def _parse(arguments: Sequence[str]) -> _Command:
     rest = list(arguments)
     config: str | None = None
+    probe = False
     passed_on: list[str] = []
     while rest:
         word = rest.pop(0)
@@ -141,6 +156,8 @@ def _parse(arguments: Sequence[str]) -> _Command:
         elif name in ("--local_rank", "--local-rank") and equals:
             # The deepspeed launcher puts this before the first argument; it is meant for the script.
             passed_on.append(word)
+        elif word == "--probe":
+            probe = True
         elif word in ("-h", "--help"):
             print(_USAGE, end="")
             sys.exit(0)
@@ -150,13 +167,13 @@ def _parse(arguments: Sequence[str]) -> _Command:
         elif word == "-m":
             if not rest:
                 raise _misuse("-m needs a module", usage=True)
-            return _Command(rest[0], (*passed_on, *rest[1:]), True, config)
+            return _Command(rest[0], (*passed_on, *rest[1:]), True, config, probe)
         elif word == "--" and rest:
-            return _Command(rest[0], (*passed_on, *rest[1:]), False, config)
+            return _Command(rest[0], (*passed_on, *rest[1:]), False, config, probe)
         elif word.startswith("-"):
             raise _misuse(f"unknown option {word!r}; options of the script come after its name", usage=True)
         else:
-            return _Command(word, (*passed_on, *rest), False, config)
+            return _Command(word, (*passed_on, *rest), False, config, probe)
     raise _misuse("no script given", usage=True)
 
 

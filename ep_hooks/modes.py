@@ -7,9 +7,11 @@ from enum import StrEnum
 
 from ep_hooks.errors import ConfigError
 
-__all__ = ["ENVIRONMENT_VARIABLE", "Mode", "resolve_mode"]
+__all__ = ["ENVIRONMENT_VARIABLE", "PROBE_ONLY", "Mode", "resolve_mode"]
 
 ENVIRONMENT_VARIABLE = "EP_HOOKS"
+PROBE_ONLY = "EP_HOOKS_PROBE"
+"""Environment variable; ``1``: probe in the first step that is measured, show the table, and end the run."""
 
 
 class Mode(StrEnum):

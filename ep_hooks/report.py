@@ -44,6 +44,7 @@ __all__ = [
 logger = logging.getLogger("ep_hooks")
 
 _MOST_FAULTS = 20
+_MOST_ROWS = 100
 
 
 def announce(session: Session) -> None:
@@ -57,14 +58,44 @@ def announce(session: Session) -> None:
         print(table(session), file=sys.stderr, flush=True)
 
 
-def announce_probe(session: Session, result: ProbeResult) -> None:
-    """Say on the first rank what the probe has found: one line if all is well, a table of the faults if not."""
+def announce_probe(session: Session, result: ProbeResult, *, rows: bool = False) -> None:
+    """Say on the first rank what the probe has found: one line if all is well, a table of the faults if not.
+
+    Args:
+        rows: also a table of what was measured on this rank, wrong parameters first.
+    """
     counts = Counter(row.verdict for row in result.rows)
     if session.rank != session.topology.ranks[0]:
         return
     words = ", ".join(f"{number} {verdict}" for verdict, number in sorted(counts.items())) or "nothing to probe"
     say(f"probe: {words}")
+    if rows and result.rows:
+        ordered = sorted(result.rows, key=lambda row: ("wrong", "undetermined", "right").index(row.verdict))
+        body = [
+            (printable(r.id), _weights(r.weights), _weights(r.expected), r.verdict, printable(r.why))
+            for r in ordered[:_MOST_ROWS]
+        ]
+        title = f"weight of ranks {session.topology.ranks[0]} to {session.topology.ranks[-1]} on rank {session.rank}"
+        more = f", {len(body)} of {len(ordered)} parameters" if len(body) < len(ordered) else ""
+        print(
+            render(("parameter", "weights", "expected", "verdict", "reduced by"), body, title=title + more),
+            file=sys.stderr,
+            flush=True,
+        )
     announce_findings(session, result.findings, 0)
+
+
+def _weights(weights: Sequence[float | None]) -> str:
+    """Runs of equal weights are folded: ``0.25 x4, 0 x12``."""
+    runs: list[tuple[str, int]] = []
+    for weight in weights:
+        text = "?" if weight is None else f"{weight:g}"
+        if runs and runs[-1][0] == text:
+            runs[-1] = text, runs[-1][1] + 1
+        else:
+            runs.append((text, 1))
+    shown = [text if count == 1 else f"{text} x{count}" for text, count in runs[:8]]
+    return ", ".join(shown) + (", ..." if len(runs) > 8 else "")
 
 
 def announce_findings(session: Session, findings: Sequence[Finding], step: int) -> None:
