@@ -33,7 +33,7 @@ def only(table: ParameterTable) -> Entry:
     return entry
 
 
-@pytest.mark.parametrize("order", permutations(range(4)))
+@pytest.mark.parametrize("order", list(permutations(range(4))))
 def test_the_strongest_evidence_wins_in_any_order(order: tuple[int, ...]) -> None:
     kinds = (EvidenceKind.ASSUMED, EvidenceKind.STRUCTURE, EvidenceKind.ATTRIBUTE, EvidenceKind.PLACEMENT)
     everything = [said(kind, Domain(kind.name.lower(), {}, REPLICATE)) for kind in kinds]
