@@ -64,7 +64,9 @@ class _Class:
     width: int
     device: torch.device
     direct: list[Part] = field(default_factory=list)
-    gathered: list[Part] = field(default_factory=list)
+    even: dict[int, tuple[list[int], list[Tensor]]] = field(default_factory=dict)
+    """Elements -> (tensors, their flat elements), where elements are whole blocks: most of a model is of few sizes."""
+    ragged: list[Part] = field(default_factory=list)
 
 
 def screen(tensors: Sequence[Tensor | None]) -> Screened:
@@ -124,8 +126,12 @@ def _sorted(tensors: Sequence[Tensor | None]) -> list[_Class]:
             and tensor.data_ptr() % _ALIGNED == 0
         ):
             group.direct.append((index, 0, numel, tensor.view(-1)))
+        elif numel % group.width:
+            group.ragged.append((index, 0, numel, tensor.view(-1)))
         else:
-            group.gathered.append((index, 0, numel, tensor if tensor.dim() == 1 else tensor.view(-1)))
+            indices, flat = group.even.get(numel) or group.even.setdefault(numel, ([], []))
+            indices.append(index)
+            flat.append(tensor if tensor.dim() == 1 else tensor.view(-1))
     return list(classes.values())
 
 
@@ -147,60 +153,68 @@ def _add(group: _Class, index: int, tensor: Tensor) -> None:
         cut = numel // (group.width * _ROWS) * group.width * _ROWS
         group.direct.append((index, 0, cut, tensor.view(-1)[:cut]))
         if cut < numel:
-            group.gathered.append((index, cut // group.width, numel - cut, tensor.view(-1)[cut:]))
+            group.ragged.append((index, cut // group.width, numel - cut, tensor.view(-1)[cut:]))
         return
     for first in range(0, numel, _SCRATCH):
         last = min(first + _SCRATCH, numel)
         views = logical_slice(tensor, first, last)
         flat = views[0].reshape(-1) if len(views) == 1 else torch.cat([view.reshape(-1) for view in views])
-        group.gathered.append((index, first // group.width, last - first, flat))
+        group.ragged.append((index, first // group.width, last - first, flat))
 
 
 def _block_numbers(group: _Class) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """(tensor, position in it, norm, product) of every block."""
     norms: list[Tensor] = []
     products: list[Tensor] = []
-    owners: list[tuple[int, int, int]] = []
+    owners: list[Tensor] = []
     vector = _vector(group.width).to(group.device)
-    for blocks, count, of in _batches(group):
+    for blocks, count in _batches(group, owners):
         norms.append(torch.linalg.vector_norm(blocks, dim=1)[:count])
         products.append(torch.mv(blocks, vector)[:count])
-        owners += of
     if not norms:
         return None
     norm, product = torch.cat(norms), torch.cat(products).add_(0.0)  # minus zero is zero
-    order, first, counts = torch.tensor(owners, device=group.device).unbind(1)
+    order, first, counts = torch.cat(owners, 1).to(group.device)
     owner = torch.repeat_interleave(order, counts)
     starts = torch.repeat_interleave(counts.cumsum(0) - counts - first, counts)
     return owner, torch.arange(len(norm), device=group.device) - starts, norm, product
 
 
-def _batches(group: _Class) -> Iterator[tuple[Tensor, int, list[tuple[int, int, int]]]]:
-    """(blocks [n, width], how many are no padding, their owners); each is valid until the next.
+def _batches(group: _Class, owners: list[Tensor]) -> Iterator[tuple[Tensor, int]]:
+    """(blocks [n, width], how many are no padding); each is valid until the next. n is a multiple of _ROWS.
 
-    An owner is (tensor, first block, blocks). n is a multiple of _ROWS.
+    To ``owners`` it adds, in the order of the blocks, int64 tensors [3, parts]: tensor, first block, blocks.
     """
     width = group.width
     for index, first, numel, flat in group.direct:
-        yield flat.view(-1, width), numel // width, [(index, first, numel // width)]
-    if not group.gathered:
+        owners.append(torch.tensor([[index], [first], [numel // width]]))
+        yield flat.view(-1, width), numel // width
+    if not group.even and not group.ragged:
         return
     scratch = torch.empty(_SCRATCH, device=group.device)
+    for numel, (indices, tensors) in group.even.items():
+        order = torch.tensor(indices)
+        owners.append(torch.stack([order, torch.zeros_like(order), torch.full_like(order, numel // width)]))
+        together = _SCRATCH // numel
+        for start in range(0, len(tensors), together):
+            pieces = tensors[start : start + together]
+            filled = len(pieces) * numel
+            yield _gathered(pieces, filled, scratch, width), filled // width
     zeros = scratch.new_zeros(width)
-    pieces: list[Tensor] = []
-    owners: list[tuple[int, int, int]] = []
-    filled = 0
-    for index, first, numel, flat in group.gathered:
+    pieces, parts, filled = [], [], 0
+    for index, first, numel, flat in group.ragged:
         blocks = -(-numel // width)
         if filled + blocks * width > _SCRATCH:
-            yield _gathered(pieces, filled, scratch, width), filled // width, owners
-            pieces, owners, filled = [], [], 0
+            yield _gathered(pieces, filled, scratch, width), filled // width
+            pieces, filled = [], 0
         pieces.append(flat)
         if padding := blocks * width - numel:
             pieces.append(zeros[:padding])
-        owners.append((index, first, blocks))
+        parts.append((index, first, blocks))
         filled += blocks * width
-    yield _gathered(pieces, filled, scratch, width), filled // width, owners
+    if parts:
+        owners.append(torch.tensor(parts).T)
+        yield _gathered(pieces, filled, scratch, width), filled // width
 
 
 def _gathered(pieces: list[Tensor], filled: int, scratch: Tensor, width: int) -> Tensor:
