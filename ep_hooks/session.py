@@ -198,7 +198,7 @@ class Session:
         report = Report.of(table, topology, self._facts(), [rule.match for rule in rules])
         self.agreed: Agreed = agree(table, report, topology.ranks, self.group)
         self._plan()
-        if self.group is not None and first:
+        if self.group is not None and first and not self.ad_hoc:  # there, other ranks may have a session already
             check_all_reduce(self.group, packed_dtype(self.group, self.device), self.device)
         if first and self.mode in (Mode.REPAIR, Mode.ENFORCE) and self.config.sync.broadcast and self._buckets:
             weights = dict(zip(map(_key, self._pending), self.adapter.weights(self._pending), strict=True))
